@@ -1,14 +1,15 @@
 """Multi-token prediction (MTP) heads (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 MTP head k (from 1) combines, at position i, the hidden state of the previous depth with the embedding of token i + k,
-and runs one block over the sequence; the model's output head then predicts token i + k + 1 from the result. Token i + k
-is an input, like positions: rolling the sequence inside the model would be wrong for permuted, split or packed rows.
-The code that builds the batch computes it with `ahead`, while rows are in order.
+and runs one block over the sequence; the model's output head then predicts token i + k + 1 from the result. The block
+is a layer like the model's last one, or the layers of the family's `mtp_kinds`. Token i + k is an input, like
+positions: rolling the sequence inside the model would be wrong for permuted, split or packed rows. The code that builds
+the batch computes it with `ahead`, while rows are in order.
 
 The parameters are params["mtp"] of a config with `num_nextn_predict_layers`; `fnmodels.forward` does not use them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.models.common.family import RMSNormConfig, function_of
+from fnmodels.models.common import mtp
+from fnmodels.models.common.family import RMSNormConfig, function_of, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm
@@ -60,7 +62,7 @@ def hidden(
 ) -> Any:
     """A tuple of the states [B, S, D] of the MTP heads; with taps (states, {"mtp.K.NAME": tensor}).
 
-    With cache, for params with one head, (state, the head's new entry).
+    With cache, for params with one head, (state, [new entry of each layer of the head's block]).
 
     x: [B, S, D], the output of `fnmodels.hidden`.
     next_tokens: [B, S, number of MTP heads] from `ahead`, negative past the end of a document: such a position is
@@ -68,11 +70,12 @@ def hidden(
     taps: names of taps of a layer, recorded for every MTP head.
     apart: (shard, gather) of the sequence dimension of [B, S, D], if x and the outputs of layers hold only some of the
         positions of next_tokens.
-    cache: the head's entry, under the index of the last layer, see `fnmodels.apply.CacheStep`.
+    cache: the entries of the head's layers, under their indices in `common.mtp.blocks`, see `fnmodels.apply.CacheStep`.
 
     Logits of head k: `family.unembed(view(params, k), state, config=config)`. Raises ValueError if next_tokens does not
-    fit x and params. The state passed on to the next head is normalized, by the model's final norm or by the previous
-    head's own; the paper leaves this open, and the implementations that the published weights were made with do it.
+    fit x and params. The paper leaves open which states the next head reads; by the trait `mtp_reads`, as in the
+    implementations that the published weights were made with, they are normalized by the model's final norm or by the
+    previous head's own ("chained"), or not ("raw"), or every head reads the model's ("shared").
     """
     if options.get("edits"):
         raise ValueError("Edits name the model's own layers; the blocks of MTP heads have none: leave edits out.")
@@ -84,37 +87,53 @@ def hidden(
             f"next_tokens must be {[rows, columns, len(heads)]}, a token for each of the {len(heads)} heads in params "
             f"(fnmodels.mtp.ahead makes them), not {list(next_tokens.shape)}."
         )
-    family, eps = family_of(config), config.rms_norm_eps
-    norm = function_of(family, "stream_norm") or rms_norm
-    last = len(family.kinds(config)) - 1
-    before = norm(x, params["norm"], eps=eps)
+    family, eps = family_of(config), norm_eps(config)
+    norm, reads = function_of(family, "stream_norm") or rms_norm, traits_of(family).mtp_reads
+    model: Any = config
+    (own, first), kinds = mtp.blocks(model), mtp.kinds_of(model)
+    masks, freqs_cis = _of_kinds(masks, kinds), _of_kinds(freqs_cis, kinds)
+    before = x if reads == "raw" else norm(x, params["norm"], eps=eps)
     states: list[Tensor] = []
     tapped: dict[str, Tensor] = {}
     for k, head in enumerate(heads):
         known = next_tokens[..., k] >= 0
         token = cut(family.embed(params, next_tokens[..., k].clamp(min=0), config=config).where(known[..., None], 0))
         both = (norm(token, head["enorm"], eps=eps), norm(before, head["hnorm"], eps=eps))
-        # The MTP block has the kind of the last layer and runs under its index.
+        layers = head["block"] if isinstance(head["block"], list) else [head["block"]]
         out = run_layers(
-            with_run(params, {"layers": {last: head["block"]}}),
+            with_run(params, {"layers": dict(enumerate(layers, first))}),
             join(linear(torch.cat(both, dim=-1), head["eh_proj"])),
             masks,
             freqs_cis,
-            last,
-            last + 1,
-            config=config,
+            first,
+            first + len(layers),
+            config=own,
             valid=known,
-            taps=tuple(f"layers.{last}.{name}" for name in taps),
+            taps=tuple(f"layers.*.{name}" for name in taps),
             cache=cache,
             **options,
         )
         if cache is not None:
-            return out[0], out[1][last]
+            return out[0], [out[1][index] for index in sorted(out[1])]
         state, found = out if taps else (out, {})
         states.append(state)
-        tapped |= {f"mtp.{k}.{name}": found[f"layers.{last}.{name}"] for name in taps}
-        before = norm(state, head["norm"], eps=eps)
+        for path, tensor in found.items():  # of several layers, what the last one has
+            tapped[f"mtp.{k}.{path.split('.', 2)[2]}"] = tensor
+        if reads != "shared":
+            before = state if reads == "raw" else norm(state, head["norm"], eps=eps)
     return (tuple(states), tapped) if taps else tuple(states)
+
+
+def norm_eps(config: Any) -> float:
+    """The eps of the norms of the residual stream."""
+    eps: float = config.layer_norm_epsilon if hasattr(config, "layer_norm_epsilon") else config.rms_norm_eps
+    return eps
+
+
+def _of_kinds(by_kind: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Masks or tables with those that layers of `kinds` read under their names."""
+    found = {kind: mtp.like(kind, by_kind) for kind in kinds}
+    return {**by_kind, **{kind: by_kind[known] for kind, known in found.items() if known is not None}}
 
 
 def _same(x: Tensor) -> Tensor:
@@ -122,6 +141,10 @@ def _same(x: Tensor) -> Tensor:
 
 
 def view(params: Tree, head: int) -> Tree:
-    """params for `unembed`, with the norm of MTP head `head` as the final norm; without "layers" and "mtp"."""
+    """params for `unembed` of MTP head `head`, without "layers" and "mtp".
+
+    The final norm and the output head are the MTP head's own where it has them.
+    """
     rest = {name: value for name, value in params.items() if name not in ("layers", "mtp")}
-    return rest | {"norm": params["mtp"][head]["norm"]}
+    own = params["mtp"][head]
+    return rest | {name: own[name] for name in ("norm", "lm_head") if name in own}

@@ -12,18 +12,34 @@ import fnmodels
 import params as P
 import train
 from fnmodels import mtp, tree
-from fnmodels.models.common.family import LayerKind
+from fnmodels.models.common.family import function_of, is_routed, parsed
+from fnmodels.models.common.mtp import blocks, kinds_of
+from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.options import ForwardOptions
-from tests.support.cases import Batch, Case, batch_of, cases, generic_params, gradients, off, segments, trainable
+from tests.support.cases import (
+    Batch,
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    gradients,
+    is_ordered,
+    off,
+    segments,
+    trainable,
+)
+from tests.support.mtp import mtp_cases
+from tests.support.mtp import with_heads as most_heads
 
-HEADS = 2
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 2, -1, 8))
-FAMILIES = ("deepseek_v3", "deepseek_v3_dense", "glm4_moe_qk_norm")
-every_family = pytest.mark.parametrize("case", [case for case in cases() if case.name in FAMILIES], ids=str)
+MORE = ("deepseek_v3_dense", "glm4_moe_qk_norm")
+EVERY = (*mtp_cases(), *(case for case in cases() if case.name in MORE))
+every_family = pytest.mark.parametrize("case", EVERY, ids=str)
 
 
-def with_heads(case: Case, heads: int = HEADS) -> Any:
-    return dataclasses.replace(case.config, num_nextn_predict_layers=heads)
+def with_heads(case: Case) -> Any:
+    """With two heads, or one where the model may have no more."""
+    return most_heads(case.config, 2)
 
 
 def logits_of(
@@ -37,22 +53,26 @@ def logits_of(
     return [family.unembed(mtp.view(weights, k), state, config=config) for k, state in enumerate(states)]
 
 
-def next_tokens_of(batch: Batch, heads: int = HEADS) -> Tensor:
-    return mtp.ahead(batch.tokens, batch.segment_ids, heads, fill=-1)
+def next_tokens_of(batch: Batch) -> Tensor:
+    return mtp.ahead(batch.tokens, batch.segment_ids, batch.config.num_nextn_predict_layers, fill=-1)
 
 
 def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
     """One document [T] on its own: head k's logits [T - k, V] at the positions where token i + k exists, eq. 21 to 23.
 
-    No mask, no fill value, no padding: the sequence of head k is simply k tokens shorter.
+    No mask, no fill value, no padding: the sequence of head k is simply k tokens shorter. Which states a head reads
+    stands in READS, by model type, with the implementation that says so.
     """
+    family, length = fnmodels.family_of(config), len(tokens)
+    one = 1.0 if function_of(family, "stream_norm") is rms_norm_zero_centered else 0.0
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt() * weight
+        return x / (x.square().mean(-1, keepdim=True) + mtp.norm_eps(config)).sqrt() * (one + weight)
 
-    family, length = fnmodels.family_of(config), len(tokens)
+    reads = READS.get(config.model_type, "chained")
     prepared = fnmodels.prepare(config, tokens[None], length=24)
-    h = norm(fnmodels.hidden(weights, *prepared, config=config, kernel="math")[0], weights["norm"])
+    h = state = fnmodels.hidden(weights, *prepared, config=config, kernel="math")[0]
+    h = h if reads == "raw" else norm(h, weights["norm"])
     found = []
     for k, head in enumerate(weights["mtp"], start=1):
         if length <= k:
@@ -62,16 +82,30 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
         for i in range(length - k):
             token = weights["embed_tokens"][tokens[i + k]]
             pairs.append(head["eh_proj"] @ torch.cat((norm(token, head["enorm"]), norm(h[i], head["hnorm"]))))
-        inputs, masks, tables = fnmodels.prepare(config, tokens[None, : length - k], length=24)
-        kind = family.kinds(config)[-1]
-        more = {"valid": inputs["valid"]} if LayerKind.parse(kind).routed else {}
-        out, _ = family.block(
-            head["block"], torch.stack(pairs)[None], masks[kind], tables[kind], config=config, kind=kind,
-            options=ForwardOptions("math"), **more,
-        )  # fmt: skip
-        h = norm(out[0], head["norm"])
-        found.append(h @ weights.get("lm_head", weights["embed_tokens"]).T)
+        state = one_document(torch.stack(pairs)[None], head["block"], tokens[None, : length - k], config)[0]
+        normed = norm(state, head.get("norm", weights["norm"]))
+        found.append(normed @ head.get("lm_head", weights.get("lm_head", weights["embed_tokens"])).T)
+        if reads != "shared":
+            h = state if reads == "raw" else normed
     return found
+
+
+# Which states heads read: "raw", those before norms, or "shared", the model's for every head. Others: normalized ones.
+READS: dict[str, str] = {}
+
+
+def one_document(x: Tensor, block: Any, tokens: Tensor, config: Any) -> Tensor:
+    """x [1, T, D] after the layers of a head's block, called one by one."""
+    own, first = blocks(config)
+    family = fnmodels.family_of(own)
+    inputs, masks, tables = fnmodels.prepare(own, tokens, length=24)
+    layers = block if isinstance(block, list) else [block]
+    for layer, kind in zip(layers, family.kinds(own)[first:], strict=True):
+        more = {"valid": inputs["valid"]} if is_routed(family, kind) else {}
+        x, _ = family.block(
+            layer, x, masks[kind], tables[kind], config=own, kind=kind, options=ForwardOptions("math"), **more
+        )
+    return x
 
 
 def test_looking_ahead() -> None:
@@ -105,9 +139,9 @@ def test_the_paper(case: Case) -> None:
             for k, wanted in enumerate(reference(weights, tokens, config), start=1):
                 assert off(got[k - 1][b, where[: len(wanted)]], wanted) < 1e-10
                 smoothed = F.cross_entropy(wanted[:-1], tokens[k + 1 :], reduction="sum", label_smoothing=0.1)
-                wanted_loss = wanted_loss + (smoothed + 0.02 * wanted[:-1].logsumexp(-1).square().sum()) / HEADS
+                wanted_loss = wanted_loss + (smoothed + 0.02 * wanted[:-1].logsumexp(-1).square().sum()) / len(got)
     given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
-    given = train.losses.look_ahead({**given, "labels": batch.labels}, HEADS)
+    given = train.losses.look_ahead({**given, "labels": batch.labels}, len(got))
     how = {"config": config, "length": 24, "label_smoothing": 0.1, "z_loss": 0.02}
     plain, count = train.next_token_loss(weights, given, **how)
     wanted = gradients(plain + 0.7 * wanted_loss, weights)
@@ -119,7 +153,7 @@ def test_the_paper(case: Case) -> None:
     assert off(train.mtp_loss(weights, given, **how, weight=0.0)[0], plain) < 1e-12
 
 
-@every_family
+@pytest.mark.parametrize("case", [case for case in EVERY if not is_ordered(case)], ids=str)
 @pytest.mark.parametrize("kernel", ["math", "sdpa"])
 def test_permuting_the_sequence(case: Case, kernel: str) -> None:
     """What a roll inside of the model would break."""
@@ -163,14 +197,15 @@ def test_a_document_does_not_hear_its_neighbor(case: Case) -> None:
 def test_places_without_a_next_token(case: Case) -> None:
     """They reach no expert and no count, and give no gradient; heads without any place give nothing."""
     config = with_heads(case)
+    heads, routed = config.num_nextn_predict_layers, any(kind.routed for kind in parsed(kinds_of(config)))
     batch, weights = batch_of(config, MIXED), trainable(generic_params(config))
     ahead = next_tokens_of(batch)
     prepared = batch.prepared()
     x = fnmodels.hidden(weights, *prepared, config=config)
-    if "full_moe" in config.layer_kinds:
+    if routed:
         states, tapped = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, taps=("counts", "expert_indices"))
-        assert set(tapped) == {f"mtp.{k}.{n}" for k in range(HEADS) for n in ("counts", "expert_indices")}
-        for k in range(HEADS):
+        assert set(tapped) == {f"mtp.{k}.{n}" for k in range(heads) for n in ("counts", "expert_indices")}
+        for k in range(heads):
             assert tapped[f"mtp.{k}.counts"].sum() == (ahead[..., k] >= 0).sum() * config.num_experts_per_tok
     else:
         states = mtp.hidden(weights, x, ahead, *prepared[1:], config=config)
@@ -179,7 +214,7 @@ def test_places_without_a_next_token(case: Case) -> None:
 
     short = batch_of(config, segments((1, 2, -3), (-6,)))
     given = {"tokens": short.tokens, "positions": short.positions, "segment_ids": short.segment_ids}
-    given = train.losses.look_ahead({**given, "labels": short.labels}, HEADS)
+    given = train.losses.look_ahead({**given, "labels": short.labels}, heads)
     assert (given["next_tokens"][..., 0] >= 0).sum() == 1 and (given["next_labels"] == -100).all()
     total, _ = train.mtp_loss(weights, given, config=config)
     plain, _ = train.next_token_loss(weights, given, config=config)
@@ -197,7 +232,7 @@ def test_a_row_that_only_padding_reads_may_be_nan(case: Case) -> None:
         "segment_ids": batch.segment_ids,
         "labels": batch.labels.where(batch.labels < 0, batch.labels.clamp(min=1)),
     }
-    given = train.losses.look_ahead(given, HEADS)
+    given = train.losses.look_ahead(given, config.num_nextn_predict_layers)
     poisoned = trainable(weights)
     with torch.no_grad():
         poisoned["embed_tokens"][0] = torch.nan
@@ -229,20 +264,26 @@ def test_what_does_not_fit_is_said() -> None:
     prepared = batch.prepared()
     x = fnmodels.hidden(weights, *prepared, config=config)
     with pytest.raises(ValueError, match=r"must be \[1, 6, 2\].*not \[1, 6, 1\]"):
-        mtp.hidden(weights, x, next_tokens_of(batch, 1), *prepared[1:], config=config)
+        mtp.hidden(weights, x, mtp.ahead(batch.tokens, batch.segment_ids, 1, fill=-1), *prepared[1:], config=config)
     with pytest.raises(ValueError, match="each of the 0 heads"):
-        mtp.hidden(generic_params(case.config), x, next_tokens_of(batch, 1), *prepared[1:], config=case.config)
+        mtp.hidden(
+            generic_params(case.config),
+            x,
+            mtp.ahead(batch.tokens, batch.segment_ids, 1, fill=-1),
+            *prepared[1:],
+            config=case.config,
+        )
     with pytest.raises(ValueError, match=r"train.losses.look_ahead\(batch, heads\)"):
         train.mtp_loss(weights, {"tokens": batch.tokens}, config=config)
     given = {"tokens": batch.tokens, "segment_ids": batch.segment_ids, "labels": batch.labels}
     with pytest.raises(ValueError, match="The batch has no positions; its keys are"):
-        train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), config=config)
+        train.mtp_loss(weights, train.losses.look_ahead(given, 2), config=config)
 
 
 def test_a_training_step_moves_the_heads() -> None:
     """Through the step: split in parts, with layers checkpointed, equal to the loss at once; biases by the counts."""
     case = next(case for case in cases() if case.name == "deepseek_v3")
-    config = with_heads(case, 1)
+    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
     weights, batch = generic_params(config), batch_of(config, MIXED)
     given = {"tokens": batch.tokens, "positions": batch.positions, "segment_ids": batch.segment_ids}
     given = train.losses.look_ahead({**given, "labels": batch.labels}, 1)
@@ -278,24 +319,24 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
     given |= {"labels": batch.labels, "weights": torch.rand(MIXED.shape, generator=torch.Generator().manual_seed(1))}
     options: dict[str, Any] = {"config": config, "length": 24, "balance": train.Balance(sequence=0.1, z=0.01)}
     plain, count = train.next_token_loss(weights, given, **options)
-    zero, same = train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), weight=0.0, **options)
+    zero, same = train.mtp_loss(weights, train.losses.look_ahead(given, 2), weight=0.0, **options)
     assert off(zero, plain) < 1e-12 and same == count
-    full = train.mtp_loss(weights, train.losses.look_ahead(given, HEADS), **options)[0]
+    full = train.mtp_loss(weights, train.losses.look_ahead(given, 2), **options)[0]
     halved = {**given, "weights": given["weights"] / 2}
     # all tokens count as before, so the routers' part stays, and the rest is halved
     routers = train.next_token_loss(weights, {**given, "weights": given["weights"] * 1e-30}, **options)[0]
-    half = train.mtp_loss(weights, train.losses.look_ahead(halved, HEADS), **options)[0]
+    half = train.mtp_loss(weights, train.losses.look_ahead(halved, 2), **options)[0]
     assert off(half - routers, (full - routers) / 2) < 1e-9
     # those of weight 0 are learnt by no head, as labels that are not there
     chosen = given["weights"] > 0.5
     some = {**given, "weights": chosen.double()}
     fewer = {name: given[name] for name in given if name != "weights"} | {"labels": batch.labels.where(chosen, -100)}
     of_both = [
-        train.mtp_loss(weights, train.losses.look_ahead(of, HEADS), config=config, length=24) for of in (some, fewer)
+        train.mtp_loss(weights, train.losses.look_ahead(of, 2), config=config, length=24) for of in (some, fewer)
     ]
     assert off(*of_both) < 1e-12
-    ahead = train.losses.look_ahead(given, HEADS)
-    counts = train.mtp_loss(weights, ahead, **options, aux=True)[2]["counts"][-HEADS:]
+    ahead = train.losses.look_ahead(given, 2)
+    counts = train.mtp_loss(weights, ahead, **options, aux=True)[2]["counts"][-2:]
     assert torch.equal(counts.sum(1), (ahead["next_tokens"] >= 0).sum((0, 1)) * config.num_experts_per_tok)
     _, tapped = batch.forward(weights, taps=("layers.*.expert_indices",))
     routing = torch.stack(list(tapped.values()), dim=2)
@@ -307,7 +348,7 @@ def test_weights_of_tokens_and_losses_of_routers() -> None:
         assert off(train.mtp_loss(weights, ahead, **options, experts=experts)[0], full) < 1e-9
     with pytest.raises(ValueError, match="experts is 'quick'"):
         train.mtp_loss(weights, ahead, **options, experts="quick")
-    late = train.losses.look_ahead({name: given[name] for name in given if name != "weights"}, HEADS) | given
+    late = train.losses.look_ahead({name: given[name] for name in given if name != "weights"}, 2) | given
     with pytest.raises(ValueError, match="has no next_weights"):
         train.mtp_loss(weights, late, **options)
 

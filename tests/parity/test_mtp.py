@@ -15,11 +15,15 @@ from transformers.modeling_layers import MtpModel
 import fnmodels
 import params as P
 from fnmodels import mtp
+from fnmodels.models.common.family import function_of, traits_of
+from fnmodels.models.common.mtp import blocks, kinds_of
+from fnmodels.ops.norm import rms_norm_zero_centered
 from tests.support.cases import Case, cases, generic_params, tokens_of
+from tests.support.mtp import mtp_cases, with_heads
 from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
-APART = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "hy_v3")  # whose heads transformers does not read
+ELSEWHERE = ("kimi_k2",)  # transformers knows it as deepseek_v3
 FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm")
 
 
@@ -50,32 +54,51 @@ def test_heads(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert_close(logits[:, :places], model.lm_head(theirs))
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.name in APART], ids=str)
-def test_a_head_is_a_model_of_one_layer(case: Case, tmp_path: Path) -> None:
-    """The block and the norm of a head, as the only layer and the norm of a model of transformers."""
-    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
-    weights = generic_params(config)
-    head = weights["mtp"][0]
-    one = dataclasses.replace(case.config, num_hidden_layers=1, layer_kinds=config.layer_kinds[-1:])
-    outside = {name: leaf for name, leaf in weights.items() if name not in ("mtp", "layers", "norm")}
-    P.save_pretrained(tmp_path / "model", case.config, {name: leaf for name, leaf in weights.items() if name != "mtp"})
-    P.save_pretrained(tmp_path / "head", one, {**outside, "layers": [head["block"]], "norm": head["norm"]})
-    eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model, block = (AutoModelForCausalLM.from_pretrained(tmp_path / part, **eager).eval() for part in ("model", "head"))
-    first = 0.0 if case.family == "exaone_moe" else 1.0  # what is added to the weights of norms
+@pytest.mark.parametrize("case", [case for case in mtp_cases() if case.name not in (*FAMILIES, *ELSEWHERE)], ids=str)
+def test_a_head_is_a_model(case: Case, tmp_path: Path) -> None:
+    """The block and the norm of each head, as the layers and the norm of a model of transformers.
 
-    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt() * (first + head[name])
+    What stands around the block is written out: norms of the token's embedding and of the states, in this order, and a
+    projection, as in each of the implementations that the families cite.
+    """
+    config = with_heads(case.config, HEADS)
+    weights = generic_params(config)
+    outside = {name: leaf for name, leaf in weights.items() if name not in ("mtp", "layers", "norm", "lm_head")}
+    P.save_pretrained(tmp_path / "model", case.config, {name: leaf for name, leaf in weights.items() if name != "mtp"})
+    family = fnmodels.family_of(config)
+    first = 1.0 if function_of(family, "stream_norm") is rms_norm_zero_centered else 0.0
+    reads = traits_of(family).mtp_reads
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + mtp.norm_eps(config)).rsqrt() * (first + weight)
+
+    def loaded(folder: Path) -> Any:
+        eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(folder, **eager).eval()
 
     tokens = tokens_of(config, 1, LENGTH)
-    with torch.no_grad():
-        state = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
-        token = model.get_input_embeddings()(tokens[:, 1:])
-        x = torch.cat((norm(token, "enorm"), norm(state, "hnorm")), -1) @ head["eh_proj"].mT
-        wanted = block(inputs_embeds=x, use_cache=False).logits
     prepared = fnmodels.prepare(config, tokens)
-    ahead = mtp.ahead(tokens, torch.ones_like(tokens), 1, fill=-1)
     x = fnmodels.hidden(weights, *prepared, config=config, kernel="math")
-    (state,) = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, kernel="math")
-    logits = fnmodels.family_of(config).unembed(mtp.view(weights, 0), state, config=config)
-    assert_close(logits[:, :-1], wanted)
+    ahead = mtp.ahead(tokens, torch.ones_like(tokens), len(weights["mtp"]), fill=-1)
+    states = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, kernel="math")
+    model = loaded(tmp_path / "model")
+    state = model.model(tokens, use_cache=False).last_hidden_state if reads != "raw" else x
+    assert_close(norm(x, weights["norm"]), model.model(tokens, use_cache=False).last_hidden_state)
+    for k, (head, ours) in enumerate(zip(weights["mtp"], states, strict=True)):
+        kinds = kinds_of(config)
+        one = dataclasses.replace(blocks(config)[0], num_hidden_layers=len(kinds), layer_kinds=kinds)
+        one = dataclasses.replace(one, num_nextn_predict_layers=0)
+        layers = head["block"] if isinstance(head["block"], list) else [head["block"]]
+        ends = {name: head.get(name, weights.get(name)) for name in ("norm", "lm_head")}
+        ends = {name: leaf for name, leaf in ends.items() if leaf is not None}
+        P.save_pretrained(tmp_path / f"head{k}", one, {**outside, "layers": layers, **ends})
+        block, places = loaded(tmp_path / f"head{k}"), LENGTH - k - 1
+        with torch.no_grad():
+            token = model.get_input_embeddings()(tokens[:, k + 1 :])
+            both = torch.cat((norm(token, head["enorm"]), norm(state[:, :places], head["hnorm"])), -1)
+            wanted = block(inputs_embeds=both @ head["eh_proj"].mT, use_cache=False)
+            assert_close(family.unembed(mtp.view(weights, k), ours, config=config)[:, :places], wanted.logits)
+        if reads == "chained":
+            state = norm(ours, ends["norm"])
+        elif reads == "raw":
+            state = ours

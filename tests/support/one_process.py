@@ -20,11 +20,12 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.family import LayerKind
-from fnmodels.models.common.registry import ordered_kinds
+from fnmodels.models.common.family import LayerKind, function_of
+from fnmodels.models.common.registry import family_of, ordered_kinds
 from params import Rules, plan
 from tests.support import copies
 from tests.support.cases import batch_of, cases, generic_params, segments
+from tests.support.mtp import mtp_cases, with_heads
 from tests.support.ranks_pool import FOLDER, devices
 from train import (
     Optimizer,
@@ -76,11 +77,15 @@ LOOPS = {"hrm_text": "hrm_text_deep", "zamba2": "zamba2"}  # whose layers run se
 DEPTH = {"inkling2": "inkling2", "inkling2_loop": "inkling2_loop"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.
 WHOLE = {"batch": "deepseek_v3", "length": "llama_dynamic", "mtp": "deepseek_v3"}  # and heads for further tokens
+# Heads whose block is not a layer like the last one: of several layers, of another kind.
+HEADS = {f"mtp_{case.name}": case.name for case in mtp_cases() if function_of(family_of(case.config), "mtp_kinds")}
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 # What takes a second model: with tables that the longest position decides, with experts.
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
 # What trains indexers, as a warm-up and beside the next-token loss.
 CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa"}
+NAMED = MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | DEPTH | WHOLE | TAUGHT | CHOOSING
+NAMED |= HEADS
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
 OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", "policy", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {
@@ -115,24 +120,10 @@ Errors = dict[str, float]
 
 @functools.cache
 def config_of(name: str, layers: int | None = None) -> Any:
-    """One of `MODELS`, with as many layers, whose kinds begin anew where they end."""
-    config = even(
-        (
-            MODELS
-            | HYBRIDS
-            | SEQUENTIAL
-            | STREAMS
-            | BLOCKS
-            | GATHERED
-            | NGRAMS
-            | LOOPS
-            | DEPTH
-            | WHOLE
-            | TAUGHT
-            | CHOOSING
-        )[name]
-    )
+    """One of `NAMED`, with as many layers, whose kinds begin anew where they end."""
+    config = even(NAMED[name])
     config = dataclasses.replace(config, **CHANGES.get(name, even_experts(config)))
+    config = with_heads(config, 2) if name in HEADS else config
     if name == "length":
         config = dataclasses.replace(config, rope=dataclasses.replace(config.rope, original_max_position_embeddings=4))
     if layers is None:
@@ -173,7 +164,8 @@ def batch() -> dict[str, Tensor]:
 
 def batch_for(name: str) -> dict[str, Tensor]:
     """With what its loss reads."""
-    return look_ahead(batch(), 2) if name == "mtp" else batch()
+    heads = {"mtp": 2, **{one: config_of(one).num_nextn_predict_layers for one in HEADS if one == name}}
+    return look_ahead(batch(), heads[name]) if name in heads else batch()
 
 
 def pieces(lengths: list[int]) -> list[dict[str, Tensor]]:
@@ -190,7 +182,7 @@ def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..
         return functools.partial(teacher, config=config_of(name, layers), **options)
     if name in CHOOSING:
         return functools.partial(indexer_loss, config=config_of(name, layers), stage=name, weight=0.7, **options)
-    loss = {"mtp": mtp_loss, "policy": policy}.get(name, next_token_loss)
+    loss = {"mtp": mtp_loss, "policy": policy, **dict.fromkeys(HEADS, mtp_loss)}.get(name, next_token_loss)
     return functools.partial(loss, config=config_of(name, layers), **options)
 
 

@@ -19,6 +19,7 @@ from fnmodels.cache.step import logits_at, step_on
 from fnmodels.cache.step_plan import plan_step
 from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.mtp import blocks
 from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
@@ -267,15 +268,17 @@ class _Head:
             raise ValueError("An MTP head drafts without layer_fn and edits: pass a smaller model as the draft.")
         self.model, self.params = model, {**model.params, "mtp": model.params["mtp"][:1]}
         # A later token's state is the head's own, with its norm instead of the model's final one.
-        self.own_params = {**self.params, "norm": self.params["mtp"][0]["norm"]}
+        self.own_params = {**self.params, "norm": self.params["mtp"][0].get("norm", self.params["norm"])}
         self.output = mtp.view(self.params, 0)
         prompts = [torch.tensor(request.prompt, device=model.device) for request in requests]
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         room = next(slots.segments.shape[1] for slots in model.cache.slots.values())
         dtype = self.params["norm"].dtype
-        made = fnmodels.init_cache(model.config, len(prompts), room, dtype=dtype, device=model.device, rings=False)
-        kind = made.kinds[-1]
-        self.cache = Cache(made.layers[-1:], {kind: made.slots[kind]}, (kind,), made.length)
+        self.config, self.begin = blocks(model.config)
+        made = fnmodels.init_cache(self.config, len(prompts), room, dtype=dtype, device=model.device, rings=False)
+        kinds = made.kinds[self.begin :]
+        slots = {kind: made.slots[kind] for kind in kinds if kind in made.slots}
+        self.cache = Cache(made.layers[self.begin :], slots, kinds, made.length)
         self.first = torch.zeros(len(prompts), model.config.hidden_size, dtype=dtype, device=model.device)
         held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
         if tokens.shape[1] > 1:
@@ -289,14 +292,13 @@ class _Head:
         """(the head's states [B, S, D], its cache) of the model's states x [B, S, D] and the tokens after them."""
         config: Any = self.model.config
         lengths = self.model.lengths
-        prepared = fnmodels.prepare_step(config, tokens, cache, segment_ids=segment_ids, length=lengths)
-        planned = plan_step(prepared, cache, config, self.model.options, free=self.model.options.layer_fn is None)
-        last = len(fnmodels.family_of(config).kinds(config)) - 1
-        step = planned.step._replace(entries={last: cache.layers[0]})
+        prepared = fnmodels.prepare_step(self.config, tokens, cache, segment_ids=segment_ids, length=lengths)
+        planned = plan_step(prepared, cache, self.config, self.model.options, free=self.model.options.layer_fn is None)
+        step = planned.step._replace(entries=dict(enumerate(cache.layers, self.begin)))
         known = tokens.where(segment_ids > 0, -1)[..., None]
         how = planned.options.keywords
-        state, entry = mtp.hidden(params, x, known, planned.masks, prepared[2], config=config, cache=step, **how)
-        return state, planned.after(cache, {0: entry})
+        state, entries = mtp.hidden(params, x, known, planned.masks, prepared[2], config=config, cache=step, **how)
+        return state, planned.after(cache, dict(enumerate(entries)))
 
     def _logits(self, state: Tensor) -> Tensor:
         with invariant_rows(self.model.options.invariant):

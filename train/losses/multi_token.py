@@ -10,6 +10,8 @@ from torch import Tensor
 
 from fnmodels import mtp
 from fnmodels.inputs.packing import IGNORE
+from fnmodels.models.common.family import parsed
+from fnmodels.models.common.mtp import kinds_of
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.run_options import Balance
@@ -68,8 +70,8 @@ def mtp_loss(
         label_smoothing: The share of the target that is spread uniformly over the vocabulary, for all heads.
         z_loss: The coefficient of log(sum(exp(logits)))^2, for all heads.
         balance: Balance terms for the routers of the model's layers without the heads; None: none.
-        aux: Whether router sums are returned. Counts then include those of the MTP heads after the layers', so that
-            `make_step(balance_rate=...)` updates their biases too.
+        aux: Whether router sums are returned. Counts then include those of the MTP heads, if these have experts, after
+            the layers', so that `make_step(balance_rate=...)` updates their biases too.
         **options: Keywords of `fnmodels.forward`.
 
     Returns:
@@ -83,6 +85,7 @@ def mtp_loss(
     found = model_states(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
     table = params["embed_tokens"]
     split = (table.region.cut, table.region.join) if isinstance(table, Vocab) and table.region.sequence else None
+    routed = found.sums is not None and any(kind.routed for kind in parsed(kinds_of(config)))
     states, tapped = mtp.hidden(
         found.params,
         found.x,
@@ -91,7 +94,7 @@ def mtp_loss(
         found.freqs_cis,
         config=config,
         apart=split,
-        taps=("output",) if found.sums is None else ("output", "counts"),  # one at least, so that it returns a pair
+        taps=("output", "counts") if routed else ("output",),  # one at least, so that it returns a pair
         **dataclasses.replace(given, edits=None).keywords,
     )
     loss = functools.partial(head_loss, config=config, chunk=chunk, label_smoothing=label_smoothing, z_loss=z_loss)
@@ -101,7 +104,7 @@ def mtp_loss(
         weights = batch["next_weights"][..., k] if "weights" in batch else None
         further.append(loss(mtp.view(params, k), state, batch["next_labels"][..., k], weights=weights)[0])
     total = total + weight / len(further) * torch.stack(further).sum()
-    if found.sums is not None:
+    if routed and found.sums is not None:
         of_heads = torch.stack([tapped[f"mtp.{k}.counts"] for k in range(len(states))])
         of_layers = [found.sums["counts"]] if "counts" in found.sums else []
         found.sums["counts"] = torch.cat((*of_layers, of_heads))

@@ -239,6 +239,9 @@ class Traits:
     weights: str = "model"  # how the names of its files of tensors begin
     # {key of params that files may lack, such as MTP heads: the Config field with its length}
     optional: Mapping[str, str] = field(default_factory=dict)
+    # the states that MTP heads read: "chained": the model's after its final norm, then those of the head before after
+    # that head's; "raw": the same before these norms; "shared": all heads the model's, see `fnmodels.mtp`
+    mtp_reads: Literal["chained", "raw", "shared"] = "chained"
     leftovers: tuple[str, ...] = ()  # patterns of names in files that are not read, such as buffers
     # {part that is not read: pattern of its names in files}, which loading refuses without drop=(part,)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -273,6 +276,8 @@ class Traits:
             raise TypeError("The traits kinds and heads must name at least one kind of layers and one head.")
         if self.inputs not in ("tokens", "patches", "latents"):
             raise TypeError(f"The trait inputs is {self.inputs!r}; it must be 'tokens', 'patches' or 'latents'.")
+        if self.mtp_reads not in ("chained", "raw", "shared"):
+            raise TypeError(f"The trait mtp_reads is {self.mtp_reads!r}; it must be 'chained', 'raw' or 'shared'.")
 
 
 _VALUES: dict[str, tuple[Any, str]] = {
@@ -281,7 +286,7 @@ _VALUES: dict[str, tuple[Any, str]] = {
         ("dropout", "dropout_defaults", "dropout_of", "optional", "unread", "resaved", "in_memory", "classes"),
         (Mapping, "a dict"),
     ),
-    **dict.fromkeys(("inputs", "weights", "left_axis"), (str, "a string")),
+    **dict.fromkeys(("inputs", "weights", "left_axis", "mtp_reads"), (str, "a string")),
     "router": (RouterDtypes | None, "a RouterDtypes, or None"),
 }
 _PLAIN = Traits()
@@ -304,7 +309,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
     | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory", "stream_norm"]
-    | Literal["left_shape", "in_memory_forms"]
+    | Literal["left_shape", "in_memory_forms", "mtp_kinds"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -333,6 +338,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "in_memory": lambda config: {},  # (config) -> patterns beside `Traits.in_memory`, which depend on the config
     # (x, weight, eps=) -> x: the norm around MTP heads, see `fnmodels.mtp`; None: `ops.norm.rms_norm`
     "stream_norm": None,
+    # (config) -> the kinds of the layers that are the block of one MTP head; None: one layer of the last layer's kind
+    "mtp_kinds": None,
     # (config, index) -> the dimensions after [B, S] of what the layer before `index` has left for it (`Context.left`)
     "left_shape": lambda config, index: (config.hidden_size,),
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config

@@ -1,9 +1,14 @@
 """Parameters of multi-token prediction (MTP) heads (arXiv 2412.19437, section 2.2) and their names on disk."""
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from fnmodels.errors import ConfigError
+from fnmodels.models.common.family import LayerKind, function_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import norm, weight
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.tree import Tree
@@ -11,10 +16,56 @@ from fnmodels.tree import Tree
 _APART = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
 
 
-def heads(config: Any, block: Tree, *, norm_value: float = 1.0) -> Tree:
+@functools.lru_cache(maxsize=256)
+def blocks(config: Any) -> tuple[Any, int]:
+    """(config, first): the layers of an MTP head's block are those from `first` on of a model of this config.
+
+    That is the model itself and its last layer, or a model of the family's `mtp_kinds` and all of its layers.
+    """
+    family = family_of(config)
+    kinds = function_of(family, "mtp_kinds")
+    if kinds is None:
+        return config, len(family.kinds(config)) - 1
+    own = tuple(kinds(config))
+    return replace(config, num_hidden_layers=len(own), layer_kinds=own, num_nextn_predict_layers=0), 0
+
+
+def kinds_of(config: Any) -> tuple[str, ...]:
+    """The kinds of the layers of an MTP head's block."""
+    own, first = blocks(config)
+    return tuple(family_of(own).kinds(own)[first:])
+
+
+def like(kind: str, kinds: Iterable[str]) -> str | None:
+    """The one of `kinds` whose mask and rotary table layers of `kind` read; None: there is none.
+
+    Itself, or one that differs in having experts, or in whose choice of keys it takes.
+    """
+    wanted, known = LayerKind.parse(kind), list(kinds)
+    alike = [name for name in known if _reads(LayerKind.parse(name)) == _reads(wanted)]
+    return kind if kind in known else alike[0] if alike else None
+
+
+def _reads(kind: LayerKind) -> tuple[Any, ...]:
+    return kind.attends, kind.rotates, kind.source
+
+
+def check_kinds(config: Any, kinds: Sequence[str]) -> None:
+    """ConfigError for MTP heads whose block has a layer with a mask or rotary table that no layer of the model has."""
+    if config.num_nextn_predict_layers:
+        for kind in kinds:
+            if like(kind, config.layer_kinds) is None:
+                raise ConfigError(
+                    f"num_nextn_predict_layers is {config.num_nextn_predict_layers}, but the block of MTP heads has a "
+                    f"layer of the kind {kind!r}, and layer_kinds {config.layer_kinds} has none that attends like it."
+                )
+
+
+def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0) -> Tree:
     """{"mtp": [the parameters of each MTP head]} around those of a `block`; {} for a config without MTP heads.
 
-    norm_value: with which norms of the residual stream begin.
+    block: the parameters of its layer, or a list of those of its layers. norm_value: with which norms of the residual
+    stream begin.
     """
     D, std = config.hidden_size, config.initializer_range
     of_stream = norm(D, "embed", norm_value)

@@ -120,7 +120,12 @@ def spec(config: Config) -> Tree:
         return layer_leaves(config.hidden_size, attention, mlp)
 
     layers = [layer(kind, attention if kind.shares_choice else own) for kind in parsed(config.layer_kinds)]
-    return decoder_leaves(config, layers) | mtp.heads(config, layer(LayerKind.parse(config.layer_kinds[-1]), own))
+    return decoder_leaves(config, layers) | mtp.heads(config, layer(LayerKind.parse(mtp_kinds(config)[0]), own))
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is an MTP head's block: that of the last layer, with an indexer of its own."""
+    return (config.layer_kinds[-1].replace("_shared", ""),)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

@@ -2,7 +2,7 @@
 
 A layer is a norm and a Mamba 2 mixer (arXiv 2405.21060), attention, an MLP without a gate, or a mixture of such MLPs
 with a shared expert, in any order. The experts of the larger members work on a projection of the residual stream to
-fewer dimensions.
+fewer dimensions. Nemotron 3 Super has an MTP head whose block is several such layers: `fnmodels.mtp`.
 """
 
 import functools
@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.mask import Create, MaskLike
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
@@ -42,11 +42,12 @@ TRAITS = Traits(
     kinds=("linear", "full", "mlp", "mlp_moe"),
     routed=True,
     router=ROUTER,
-    leftovers=(r"mtp\..*",),  # the layers that predict further tokens, which transformers does not read either
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     in_memory={r"^backbone\.": "model."},
 )
 
 _LISTS = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+_MTP_LISTS = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
 _KINDS = {"M": "linear", "*": "full", "-": "mlp", "E": "mlp_moe", "mamba": "linear", "attention": "full"}
 _KINDS |= {"linear_attention": "linear", "full_attention": "full", "mlp": "mlp", "moe": "mlp_moe"}  # the current names
 _MIXER: dict[str, tuple[str, Any]] = {
@@ -67,14 +68,19 @@ _EXPECTED |= {"tie_word_embeddings": False}
 _UNUSED = (
     *(*_LISTS, "time_step_limit", "time_step_max", "time_step_floor", "time_step_rank"),
     *("expand", "rescale_prenorm_residual", "residual_in_fp32", "num_logits_to_keep", "mamba_proj_bias"),
-    *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_nextn_predict_layers"),
-    *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "rope_theta", "partial_rotary_factor"),
+    *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "rope_theta"),
+    *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "partial_rotary_factor"),
 )
+_HEAD = ("full", "mlp_moe")  # the layers of an MTP head's block where config.json lists none
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(decoder.BaseConfig):
-    """Sizes and switches. intermediate_size: of layers that are a dense MLP. moe_latent_size: 0 for experts of x."""
+    """Sizes and switches. intermediate_size: of layers that are a dense MLP. moe_latent_size: 0 for experts of x.
+
+    num_nextn_predict_layers: MTP heads, params["mtp"], which `forward` does not use. mtp_layer_kinds: the layers of the
+    block of each.
+    """
 
     mixer: Mamba
     hidden_act: str = "relu2"
@@ -89,13 +95,23 @@ class Config(decoder.BaseConfig):
     topk_group: int = 1
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
+    num_nextn_predict_layers: int = 0
+    mtp_layer_kinds: tuple[str, ...] = _HEAD
     n_shared_experts: ClassVar[int] = 1
     rope: Rope = field(default=Rope(), compare=False)  # nothing rotates
     model_type: str = field(default="nemotron_h", compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if "mlp_moe" in self.layer_kinds:
+        if not self.num_nextn_predict_layers:
+            object.__setattr__(self, "mtp_layer_kinds", _HEAD)
+        elif not self.mtp_layer_kinds or "linear" in self.mtp_layer_kinds:
+            raise UnsupportedError(
+                f"mtp_layer_kinds is {self.mtp_layer_kinds}; the block of an MTP head must be layers of attention, "
+                "MLPs or experts, without recurrent ones."
+            )
+        mtp.check_kinds(self, self.mtp_layer_kinds)
+        if "mlp_moe" in self.layer_kinds or (self.num_nextn_predict_layers and "mlp_moe" in self.mtp_layer_kinds):
             mixture.check_groups(self)
 
     @staticmethod
@@ -117,7 +133,9 @@ class Config(decoder.BaseConfig):
             fields.expect(name, value)
         limits = fields.number("time_step_min", 1e-3, above=-1e-9), math.inf
         experts: dict[str, Any] = {name: fields.integer(name, default) for name, default in _EXPERTS.items()}
-        high = mixture.experts_limit(listed.count("mlp_moe") or 1)
+        heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT)
+        own = (decoder.listed_kinds(fields, _MTP_LISTS, _KINDS) if heads else None) or _HEAD
+        high = mixture.experts_limit(listed.count("mlp_moe") + heads * own.count("mlp_moe") or 1)
         config = Config(
             **usual,
             **experts,
@@ -129,6 +147,8 @@ class Config(decoder.BaseConfig):
             moe_latent_size=fields.integer("moe_latent_size", 0, low=0),
             **fields.plain(norm_topk_prob=True, routed_scaling_factor=1.0),
             layer_kinds=listed,
+            num_nextn_predict_layers=heads,
+            mtp_layer_kinds=own,
             model_type=model_type,
         )
         return decoder.finished(config, fields, ignored=_UNUSED)
@@ -141,25 +161,29 @@ class Config(decoder.BaseConfig):
         own |= {"mlp_hidden_act": self.hidden_act, "mamba_hidden_act": self.mamba_hidden_act, "rope_parameters": None}
         own |= {"layers_block_type": [types[kind] for kind in self.layer_kinds], "time_step_limit": None}
         own |= {"moe_latent_size": self.moe_latent_size or None}
+        if self.num_nextn_predict_layers:
+            own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
+            own["mtp_layers_block_type"] = [types[kind] for kind in self.mtp_layer_kinds]
         found = decoder.decoder_to_hf(self, "NemotronHForCausalLM", *names, **own)
         return {name: value for name, value in found.items() if value is not None}
 
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
+    leaves = decoder_leaves(config, [_layer(config, kind) for kind in config.layer_kinds])
+    return leaves | mtp.heads(config, [_layer(config, kind) for kind in config.mtp_layer_kinds])
+
+
+def _layer(config: Config, kind: str) -> Tree:
     D, std = config.hidden_size, config.initializer_range
-
-    def layer(kind: str) -> Tree:
-        first = {"input_layernorm": norm(D, "embed")}
-        if kind == "linear":
-            return first | {"attention": mamba_leaves(D, config.mixer, std=std)}
-        if kind == "full":
-            return first | {"attention": usual_attention(config)}
-        if kind == "mlp":
-            return first | {"mlp": plain_mlp_leaves(D, config.intermediate_size, std=std, biases=False)}
-        return first | {"mlp": _moe_leaves(config)}
-
-    return decoder_leaves(config, [layer(kind) for kind in config.layer_kinds])
+    first = {"input_layernorm": norm(D, "embed")}
+    if kind == "linear":
+        return first | {"attention": mamba_leaves(D, config.mixer, std=std)}
+    if kind == "full":
+        return first | {"attention": usual_attention(config)}
+    if kind == "mlp":
+        return first | {"mlp": plain_mlp_leaves(D, config.intermediate_size, std=std, biases=False)}
+    return first | {"mlp": _moe_leaves(config)}
 
 
 def _moe_leaves(config: Config) -> Tree:
@@ -193,18 +217,46 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names: dict[str, Stored] = {"embed_tokens": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
     names["lm_head"] = "lm_head.weight"
     names |= {} if decoder.is_lm(config) else {"score": "score.weight"}
-    for index, layer in enumerate(spec(config)["layers"]):
-        where, there = f"layers.{index}", f"backbone.layers.{index}"
-        names[f"{where}.input_layernorm"] = f"{there}.norm.weight"
-        for path in flatten({name: part for name, part in layer.items() if name != "input_layernorm"}):
-            leaf = path.partition(".")[2]
-            name: Stored = f"{there}.mixer.{_NAMES.get(leaf, f'{leaf}.weight')}"
-            if leaf.startswith("experts."):
-                name = mixture.expert_names(f"{there}.mixer.experts", config.n_routed_experts, f"{leaf[8:]}.weight")
-            names[f"{where}.{path}"] = name
-        if config.layer_kinds[index] == "linear":
-            names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mixer")
+    for index, kind in enumerate(config.layer_kinds):
+        names |= _layer_names(config, kind, f"layers.{index}", f"backbone.layers.{index}")
+    # Names of MTP heads: vLLM, vllm/model_executor/models/nemotron_h_mtp.py at 5a6131dd84c0, which has the maths too
+    block = config.mtp_layer_kinds
+    for head in range(config.num_nextn_predict_layers):
+        first, last = (f"mtp.layers.{head * len(block) + index}" for index in (0, len(block) - 1))
+        names |= {f"mtp.{head}.{name}": f"{first}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+        names[f"mtp.{head}.norm"] = f"{last}.final_layernorm.weight"
+        for index, kind in enumerate(block):
+            there = f"mtp.layers.{head * len(block) + index}"
+            names |= _layer_names(config, kind, f"mtp.{head}.block.{index}", there)
     return names
+
+
+def _layer_names(config: Config, kind: str, where: str, there: str) -> dict[str, Stored]:
+    """{path: name on disk} of a layer, whose parameters are at `where` in the params and at `there` in files."""
+    names: dict[str, Stored] = {f"{where}.input_layernorm": f"{there}.norm.weight"}
+    layer = _layer(config, kind)
+    for path in flatten({name: part for name, part in layer.items() if name != "input_layernorm"}):
+        leaf = path.partition(".")[2]
+        name: Stored = f"{there}.mixer.{_NAMES.get(leaf, f'{leaf}.weight')}"
+        if leaf.startswith("experts."):
+            name = mixture.expert_names(f"{there}.mixer.experts", config.n_routed_experts, f"{leaf[8:]}.weight")
+        names[f"{where}.{path}"] = name
+    if kind == "linear":
+        names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mixer")
+    return names
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of MTP heads that config.json does not count."""
+    return () if config.num_nextn_predict_layers else (r"mtp\..*",)
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kinds of the layers of an MTP head's block."""
+    return config.mtp_layer_kinds
+
+
+stream_norm = rms_norm_fp32_weight
 
 
 def attention_masks(

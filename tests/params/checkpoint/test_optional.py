@@ -1,6 +1,7 @@
 """MTP heads are loaded if the checkpoint has them, and left out if it has none or on request."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import params as P
 from fnmodels import tree
 from tests.support.cases import Case, batch_of, cases, generic_params, segments
+from tests.support.mtp import mtp_cases, with_heads
 
 FAMILIES = ("deepseek_v3", "deepseek_v3_biases", "glm4_moe")  # the second is tied
 every_family = pytest.mark.parametrize("case", [case for case in cases() if case.name in FAMILIES], ids=str)
@@ -99,28 +101,47 @@ def test_half_of_a_head_is_an_error(case: Case, tmp_path: Path) -> None:
         assert (lost in str(caught.value)) == (lost in wrong)
 
 
-@pytest.mark.parametrize(
-    ("name", "names"),
-    [
-        ("qwen3_next", ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0.self_attn.q_proj")),
-        ("qwen3_5_moe_wrapped", ("fc", "norm", "layers.0.mlp.gate")),
-        ("hy_v3", ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.q_proj")),
-    ],
-)
-def test_heads_under_names_of_their_own(name: str, names: tuple[str, ...], tmp_path: Path) -> None:
-    """Those of Qwen stand apart, that of Hy3 after the last layer: saved, read bit-equal, and left out on request."""
-    case = next(case for case in cases() if case.name == name)
-    config = dataclasses.replace(case.config, num_nextn_predict_layers=1)
+# {variant: names of one head's tensors in published files}; of the others, those of DeepSeek V3.
+QWEN = ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+NAMES: dict[str, tuple[str, ...]] = {
+    "qwen3_next": (*QWEN, "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.experts.0.up_proj"),
+    "qwen3_5": (*QWEN, "mtp.layers.0.self_attn.q_proj", "mtp.layers.0.mlp.up_proj"),
+    "qwen3_5_moe": (*QWEN, "mtp.layers.0.mlp.gate"),
+    "qwen3_5_wrapped": QWEN,
+    "qwen3_5_moe_wrapped": QWEN,
+    "hy_v3": tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.q_proj")),
+    "nemotron_h_moe": (
+        *(f"mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "norm", "mixer.q_proj", "mixer.o_proj")),
+        *(f"mtp.layers.1.{one}" for one in ("norm", "mixer.gate", "mixer.experts.0.up_proj", "final_layernorm")),
+        "mtp.layers.1.mixer.shared_experts.down_proj",
+    ),
+}
+USUAL = tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm"))
+
+
+@pytest.mark.parametrize("case", mtp_cases(), ids=str)
+def test_heads_stand_under_the_published_names(case: Case, tmp_path: Path) -> None:
+    """Saved, read bit-equal, left out on request and where files have none; a part of a head is an error."""
+    config = with_heads(case.config, 1)
     weights = generic_params(config)
     P.save_pretrained(tmp_path, config, weights)
-    there = "mtp." if "qwen" in name else f"model.layers.{config.num_hidden_layers}."
-    held = {found.removesuffix(".weight") for found in load_file(tmp_path / FILE)}
-    assert held >= {f"{there}{one}" for one in names}
+    held, last = load_file(tmp_path / FILE), f"model.layers.{config.num_hidden_layers}"
+    names = [name.replace("LAST", last) for name in NAMES.get(case.name, USUAL)]
+    assert {name.removesuffix(".weight") for name in held} >= set(names)
     back, loaded = P.load_pretrained(tmp_path)
     assert back == config and tree.flatten(loaded).keys() == tree.flatten(weights).keys()
     assert all(torch.equal(t, tree.flatten(weights)[path]) for path, t in tree.flatten(loaded).items())
-    config, loaded = P.load_pretrained(tmp_path, drop=("mtp",))
-    assert config == case.config and "mtp" not in loaded
+    without, loaded = P.load_pretrained(tmp_path, drop=("mtp",))
+    assert without == case.config and "mtp" not in loaded
+
+    P.save_pretrained(tmp_path / "none", case.config, {name: leaf for name, leaf in weights.items() if name != "mtp"})
+    assert load_file(tmp_path / "none" / FILE).keys() < held.keys()
+    (tmp_path / "none" / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    without, loaded = P.load_pretrained(tmp_path / "none")
+    assert without == case.config and "mtp" not in loaded
+    change(tmp_path, **{f"{names[0]}.weight": None})
+    with pytest.raises(P.MismatchError, match=re.escape(names[0])):
+        P.load_pretrained(tmp_path)
 
 
 def test_what_cannot_be_dropped_is_said(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
+from fnmodels.models.common import mtp
 from fnmodels.models.common.family import DecoderConfig, field_of, shares_rows, stored_layers, traits_of
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.dropout import Noise
@@ -267,7 +268,10 @@ def tensor_parallel(config: DecoderConfig, placements: Tree, *, sequence: bool =
         raise ValueError("The plan was made from sizes alone; make it with the DeviceMesh.")
     group = mesh.get_group("tp")
     region = Region(group, dist.get_rank(group), dist.get_world_size(group), sequence)
-    uses = {type(own): uses_of(leaves, dims, sharded, region, kinds) for own, leaves, kinds in _towers(config, spec)}
+    uses = {
+        type(own): uses_of(leaves, dims, sharded, region, kinds, _kinds_of_heads(own))
+        for own, leaves, kinds in _towers(config, spec)
+    }
     kinds = family.kinds(config)
     own, stored = uses.get(type(config), {}), stored_layers(config, kinds)
     shards = cache_shards(spec, dims, own, kinds, stored, sharded, region)
@@ -311,6 +315,11 @@ def _kinds_of_layers(config: DecoderConfig) -> list[tuple[str, ...]]:
     stored = stored_layers(config, kinds)
     pairs = list(dict.fromkeys(zip(stored, kinds, strict=True)))
     return [tuple(kind for at, kind in pairs if at == layer) for layer in range(max(stored) + 1)]
+
+
+def _kinds_of_heads(config: DecoderConfig) -> tuple[str, ...]:
+    """The kinds of the layers of an MTP head's block, of a config that has heads."""
+    return mtp.kinds_of(config) if field_of(config, "num_nextn_predict_layers") else ()
 
 
 def local(leaf: Any) -> Tensor:

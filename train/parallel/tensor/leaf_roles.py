@@ -38,6 +38,7 @@ from train.comm.region import Region
 SHARDED = sharded_by("tp")
 LeafT = TypeVar("LeafT", Tensor, KeptWeight)
 _LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
+_BLOCK = re.compile(r"mtp\.\d+\.block\.(?:(\d+)\.)?(.+)")  # of an MTP head: of its layer, or of one of several
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,17 @@ def uses_of(
     sharded: frozenset[str],
     region: Region,
     kinds: Sequence[Sequence[str]],
+    head: Sequence[str] = (),
 ) -> dict[str, dict[str, Use]]:
     """{kind of layer: the `Use` of each parameter, and of parts of adapters, by path within a layer}.
 
-    spec: of one tower. dims, sharded: from `sharded_dims`. kinds: those under which each layer runs, stack by stack; an
-    MTP head's block has that of the last. ValueError for stacks whose layers of one kind differ in a parameter's role.
+    spec: of one tower. dims, sharded: from `sharded_dims`. kinds: those under which each layer runs, stack by stack.
+    head: those of the layers of an MTP head's block. ValueError for stacks whose layers of one kind differ in a
+    parameter's role.
     """
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kinds_of = dict(zip(layers, kinds, strict=True))
-    by_kind: dict[str, dict[str, Use]] = {kind: {} for several in kinds for kind in several}
+    by_kind: dict[str, dict[str, Use]] = {kind: {} for several in (*kinds, head) for kind in several}
     normed = {HEADS, KV_HEADS} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
@@ -84,7 +87,8 @@ def uses_of(
             is_norm = dims[path] is not None and leaf.axes[0] in normed and leaf.axes[1:] == () and "norm" in inner
             use = Use("norm", False) if is_norm else _use(leaf, dims[path] is not None, sharded, region)
             adapted = _adapted(leaf, dims[path], use, sharded, region)
-            for kind in kinds[-1][-1:] if layer is None else kinds_of[layer[1]]:
+            block = _BLOCK.fullmatch(path)
+            for kind in kinds_of[layer[1]] if layer else [head[int(block[1] or 0)] if block else kinds[-1][-1]]:
                 uses = by_kind[kind]
                 if uses.setdefault(inner, use) != use:
                     raise ValueError(
@@ -172,11 +176,11 @@ def _check_heads(path: str, leaf: Leaf, keys: str, is_part: bool, size: int) -> 
 
 
 def path_in_layer(path: str) -> str | None:
-    """The path within a layer, also for the block of an MTP head; None for parameters outside of layers."""
+    """The path within a layer, also for those of an MTP head's block; None for parameters outside of layers."""
     if layer := _LAYER.fullmatch(path):
         return layer[2]
-    parts = path.split(".")
-    return ".".join(parts[3:]) if parts[0] == "mtp" and parts[2] == "block" else None
+    block = _BLOCK.fullmatch(path)
+    return block[2] if block else None
 
 
 def _use(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Region) -> Use:
