@@ -24,24 +24,25 @@ from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
 ELSEWHERE = ("kimi_k2",)  # transformers knows it as deepseek_v3
-FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm")
+FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm", "mellum")
 
 
 @pytest.mark.parametrize("case", [case for case in cases() if case.name in FAMILIES], ids=str)
 def test_heads(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = dataclasses.replace(case.config, num_nextn_predict_layers=HEADS)
+    config = with_heads(case.config, HEADS)
+    count = config.num_nextn_predict_layers
     weights = generic_params(config)
     P.save_pretrained(tmp_path, config, weights)
     eager: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    layers = "|".join(str(config.num_hidden_layers + k) for k in range(HEADS))
+    layers = "|".join(str(config.num_hidden_layers + k) for k in range(count))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **eager).eval()
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({layers})\."])
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({layers})\.", r"^mtp\."])
     heads = MtpModel.from_pretrained(model).eval()
 
     tokens = tokens_of(config, 1, LENGTH)
     prepared = fnmodels.prepare(config, tokens)
     x = fnmodels.hidden(weights, *prepared, config=config, kernel="math")
-    ahead = mtp.ahead(tokens, torch.ones_like(tokens), HEADS, fill=-1)
+    ahead = mtp.ahead(tokens, torch.ones_like(tokens), count, fill=-1)
     states = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, kernel="math")
     family = fnmodels.family_of(config)
     with torch.no_grad():

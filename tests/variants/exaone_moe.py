@@ -25,6 +25,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "num_nextn_predict_layers": 0,
 }
 
 

@@ -102,6 +102,30 @@ def names_apart(names: Mapping[str, Stored], layers: int) -> dict[str, Stored]:
     }
 
 
+def names_of(
+    config: Any, names: Mapping[str, Stored], where: str, *, first: int = 0, around: Mapping[str, str] | None = None
+) -> dict[str, Stored]:
+    """{path: name on disk} of MTP heads whose layers stand one after the other.
+
+    names: those of a model of one head's layers alone, the config `blocks(config)`. where: how the names of a layer
+    begin, {} for its number, from `first` on. around: {part of a head: its name} where that is another than
+    {"norm": "final_layernorm"} and the part's own.
+    """
+    layers, found = len(kinds_of(config)), dict[str, Stored]()
+    parts = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "final_layernorm"} | dict(around or {})
+    for head in range(config.num_nextn_predict_layers):
+        number = first + head * layers
+        for ours, theirs in parts.items():
+            at = number + (layers - 1 if ours == "norm" else 0)
+            found[f"mtp.{head}.{ours}"] = f"{where.format(at)}{theirs}.weight"
+        for path, stored in names.items():
+            if match := re.fullmatch(r"layers\.(\d+)\.(.*)", path):
+                inner = match[2] if layers == 1 else f"{match[1]}.{match[2]}"
+                there = where.format(number + int(match[1]))
+                found[f"mtp.{head}.block.{inner}"] = renamed(stored, rf"^.*?layers\.{match[1]}\.", there)
+    return found
+
+
 def copies(config: Any) -> dict[str, str]:
     """{name on disk: path} of the copies of the model's embedding and output head that the files hold per MTP head."""
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"

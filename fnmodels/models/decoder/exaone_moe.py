@@ -1,8 +1,8 @@
 """K-EXAONE (LG, 236B-A23B) and Hy3 (Tencent): pre-norm decoders with per-head query and key norms, and experts.
 
 Experts are chosen by sigmoid scores and a selection bias without a gradient, beside a shared expert, as in DeepSeek V3.
-K-EXAONE has sliding-window layers; where it has any, full layers have no rotary embedding. Hy3 has MTP heads:
-`fnmodels.mtp`; those of K-EXAONE's files are not read.
+K-EXAONE has sliding-window layers; where it has any, full layers have no rotary embedding. Both have MTP heads:
+`fnmodels.mtp`; that of K-EXAONE is a full layer with an MLP.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.config_json import renamed as renamed_fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
-from fnmodels.models.common.family import Traits, parsed
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, usual_attention
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import rms_norm
@@ -30,7 +30,6 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
-    leftovers=(r"mtp\..*",),
     classes={"exaone_moe": "ExaoneMoEForCausalLM"},
     in_memory={
         r"\.mlp\.e_score_correction_bias$": ".mlp.gate.e_score_correction_bias",
@@ -52,12 +51,15 @@ class Config(mixture.GroupedConfig):
     attention_bias: bool = False
     sliding_window: int | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mtp.check_kinds(self, mtp_kinds(self))
+
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json of any of MODEL_TYPES; raises ConfigError or UnsupportedError with the field's name."""
         hy = Fields(values).choice("model_type", MODEL_TYPES) == "hy_v3"
-        absent = {"initializer_range": 0.006} if hy else {}
-        fields = renamed_fields(Fields(absent | values), _HY if hy else _NAMES)
+        fields = renamed_fields(Fields(({"initializer_range": 0.006} if hy else {}) | values), _HY if hy else _NAMES)
         sizes: dict[str, Any] = {"max_positions": 2048, "kv_heads": 32, "theta": 1e4}
         if hy:
             sizes = {"max_positions": 131072, "kv_heads": 8, "head_dim": 128, "theta": 11158840.0}
@@ -65,8 +67,10 @@ class Config(mixture.GroupedConfig):
         layers = usual["num_hidden_layers"]
         usual |= mixture.shared_from_hf(fields, layers, dense=1, scale=2.826 if hy else 2.5)
         routed = mixture.routed_layers(fields, layers)
-        heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT) if hy else 0
         window, attends = (None, ["full"] * layers) if hy else _attention(fields, layers)
+        # the published files of K-EXAONE have one, whether their config.json counts it or not
+        absent = int(not hy and "full_nope" in attends)
+        heads = fields.integer("num_nextn_predict_layers", absent, low=0, high=mixture.HEADS_LIMIT if hy else 1)
         config = Config(
             **usual | {"layer_kinds": tuple(a + "_moe" * r for a, r in zip(attends, routed, strict=True))},
             **fields.plain(rms_norm_eps=1e-5, attention_bias=False, n_group=1, topk_group=1, norm_topk_prob=True),
@@ -79,17 +83,16 @@ class Config(mixture.GroupedConfig):
                 fields.expect(name, value)
         else:
             fields.expect("attention_bias", False)
-        # a sum in fp32 that is rounded has the bits of the sum in a lower precision; K-EXAONE's head is not read
-        ignored = ("enable_moe_fp32_combine", "sliding_window_pattern", *["num_nextn_predict_layers"] * (not hy))
-        return decoder.finished(config, fields, ignored)
+            fields.expect("mtp_layer_types", None, ["full_attention"])
+        # a sum in fp32 that is rounded has the bits of the sum in a lower precision
+        return decoder.finished(config, fields, ("enable_moe_fp32_combine", "sliding_window_pattern"))
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
         hy, found = self.model_type == "hy_v3", parsed(self.layer_kinds)
         own = {name: getattr(self, name) for name in mixture.GROUPED} | {"mlp_layer_types": mixture.mlp_types(found)}
-        if hy:
-            own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
-        else:
+        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
+        if not hy:
             own |= {
                 "sliding_window": self.sliding_window,
                 "layer_types": decoder.layer_types([k.slides for k in found]),
@@ -113,6 +116,8 @@ def _attention(fields: Fields, layers: int) -> tuple[int, list[str]]:
 def leftovers(config: Config) -> tuple[str, ...]:
     """Patterns of the tensors after the last layer: MTP heads that config.json does not count, or copies of others."""
     first = config.num_hidden_layers
+    if config.model_type != "hy_v3":
+        return () if config.num_nextn_predict_layers else (r"mtp\..*",)
     if not config.num_nextn_predict_layers:
         return (rf"model\.layers\.{first}\..*",)
     heads = "|".join(str(first + k) for k in range(config.num_nextn_predict_layers))
@@ -124,9 +129,22 @@ def spec(config: Config) -> Tree:
     biased = config.attention_bias
     attention = usual_attention(config, qkv_bias=biased, o_bias=biased) | head_norms(config)
     flags = {"selection_bias": True, "wide_router": True}
-    mlps = [mixture.grouped_leaves(config, kind, **flags) for kind in parsed(config.layer_kinds)]
-    layers = [layer_leaves(config.hidden_size, attention, mlp) for mlp in mlps]
-    return decoder_leaves(config, layers) | mtp.heads(config, layers[-1])
+
+    def layer(kind: LayerKind) -> Tree:
+        return layer_leaves(config.hidden_size, attention, mixture.grouped_leaves(config, kind, **flags))
+
+    (block,) = parsed(mtp_kinds(config))
+    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)]) | mtp.heads(
+        config, layer(block)
+    )
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is an MTP head's block: that of Hy3's last layer; K-EXAONE's is full and dense.
+
+    TensorRT-LLM, tensorrt_llm/_torch/models/modeling_exaone_moe.py, says so of K-EXAONE; so does vLLM of the MLP.
+    """
+    return config.layer_kinds[-1:] if config.model_type == "hy_v3" else ("full_nope",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -138,7 +156,10 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names = mixture.grouped_names(config, flatten(spec(config)))
     for pattern, new in changes:
         names = {path: renamed(name, pattern, new) for path, name in names.items()}
-    return names
+    if config.model_type == "hy_v3" or not config.num_nextn_predict_layers:
+        return names
+    # vLLM, vllm/model_executor/models/exaone_moe_mtp.py at d0ac57910c16: these names, and the maths around the block
+    return names | mtp.names_apart(hf_names(mtp.blocks(config)[0]), 1)
 
 
 @with_context

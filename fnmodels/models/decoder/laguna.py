@@ -2,8 +2,8 @@
 
 Queries and keys are normalized per head, and full and sliding-window layers have a rotary table each. In Laguna,
 sliding layers may have another number of query heads, attention is multiplied by a softplus gate, and experts are
-chosen by sigmoid scores with a selection bias, beside a shared expert. Mellum routes by softmax as Qwen 3 does. MTP
-parts of the files are not read.
+chosen by sigmoid scores with a selection bias, beside a shared expert. Mellum routes by softmax as Qwen 3 does, and may
+have an MTP head: `fnmodels.mtp`; MTP parts of Laguna's files are not read, since no public source says what they are.
 """
 
 import functools
@@ -13,10 +13,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
-from fnmodels.models.common import decoder
+from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
+from fnmodels.models.common.config_json import renamed as renamed_fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -43,7 +44,7 @@ TRAITS = Traits(
     kinds=("full_moe", "full", "sliding_moe", "sliding"),
     routed=True,
     router=ROUTER,
-    leftovers=(r"mtp\..*",),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     in_memory={
         r"\.experts\.e_score_correction_bias$": ".gate.e_score_correction_bias",
         r"\.shared_expert\.": ".shared_experts.",
@@ -51,6 +52,7 @@ TRAITS = Traits(
 )
 
 _FULL, _NEAR = "full_attention", "sliding_attention"
+_HEAD = ("sliding_moe",)
 _THETAS = {_FULL: 5e5, _NEAR: 1e4}
 # Defaults of absent fields: key/value heads, window, fractions that rotate, dense layers, experts, chosen, their width.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -77,10 +79,20 @@ class Config(decoder.BaseConfig):
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     sliding_window: int | None = None
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1, of Mellum alone
+    mtp_layer_kinds: tuple[str, ...] = _HEAD  # the layer that is the block of the MTP head
     model_type: str = field(default="laguna", compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.num_nextn_predict_layers:
+            object.__setattr__(self, "mtp_layer_kinds", _HEAD)
+        if self.num_nextn_predict_layers > 1 or len(self.mtp_layer_kinds) != 1:
+            raise ConfigError(
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers} and mtp_layer_kinds "
+                f"{self.mtp_layer_kinds}; there is at most one MTP head, of one layer."
+            )
+        mtp.check_kinds(self, self.mtp_layer_kinds)
         mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         object.__setattr__(self, "sliding_attention_heads", self.sliding_attention_heads or self.num_attention_heads)
 
@@ -112,8 +124,7 @@ class Config(decoder.BaseConfig):
             ),
             model_type=model_type,
         )
-        ignored = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
-        return decoder.finished(config, fields, ignored)
+        return decoder.finished(config, fields, _MTP_FIELDS)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
@@ -125,6 +136,10 @@ class Config(decoder.BaseConfig):
         names = ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "rms_norm_eps", "attention_bias"]
         names += ["hidden_act", "sliding_window"]
         if self.model_type == "mellum":
+            if self.num_nextn_predict_layers:
+                (head,) = parsed(self.mtp_layer_kinds)
+                own |= {"num_nextn_predict_layers": 1, "mtp_layer_types": decoder.layer_types([head.slides])}
+                own |= {"mtp_mlp_layer_types": mixture.mlp_types([head])}
             return decoder.decoder_to_hf(self, "MellumForCausalLM", *names, "norm_topk_prob", **own)
         for name, rope in ropes.items():
             own["rope_parameters"][name]["partial_rotary_factor"] = rope.partial  # written even if it is 1
@@ -135,8 +150,19 @@ class Config(decoder.BaseConfig):
         return decoder.decoder_to_hf(self, "LagunaForCausalLM", *names, **own)
 
 
+_MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+
+
 def _mellum(fields: Fields) -> dict[str, Any]:
-    return {"norm_topk_prob": fields.boolean("norm_topk_prob", True)}
+    own: dict[str, Any] = {"norm_topk_prob": fields.boolean("norm_topk_prob", True)}
+    counted = renamed_fields(fields, {"num_mtp_layers": "num_nextn_predict_layers"})
+    heads = counted.integer("num_nextn_predict_layers", 0, low=0, high=1)
+    if heads:
+        (slides,) = decoder.sliding_layers(counted, [True], name="mtp_layer_types")
+        (routed,) = decoder.sliding_layers(counted, [True], "sparse", "dense", name="mtp_mlp_layer_types")
+        kind = ("sliding" if slides else "full") + "_moe" * routed
+        own |= {"num_nextn_predict_layers": heads, "mtp_layer_kinds": (kind,)}
+    return own
 
 
 def _laguna(fields: Fields, sizes: dict[str, Any], slides: list[bool]) -> dict[str, Any]:
@@ -175,7 +201,18 @@ def spec(config: Config) -> Tree:
         mlp = moe_leaves(D, config.num_experts, inner, std=std, shared=shared, selection_bias=shared > 0)
         return layer_leaves(D, attention, mlp if kind.routed else usual_mlp(config))
 
-    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    return leaves | mtp.heads(config, layer(LayerKind.parse(config.mtp_layer_kinds[0])))
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head."""
+    return config.mtp_layer_kinds
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of MTP heads that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"mtp\..*",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -184,7 +221,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
     changes = ((r"\.gate\.e_score_correction_bias$", ".experts.e_score_correction_bias"), (r"attn\.gate_", "attn.g_"))
     for pattern, new in changes:
         names = {path: renamed(name, pattern, new) for path, name in names.items()}
-    return names
+    # of Mellum, as transformers reads them: its MtpModel, whose maths this is too
+    heads = mtp.names_apart(hf_names(mtp.blocks(config)[0]), 1) if config.num_nextn_predict_layers else {}
+    return names | heads
 
 
 freqs_cis = decoder.freqs_cis_by_window

@@ -2,7 +2,7 @@
 
 A pre-norm decoder whose sliding layers have twice the key/value heads of full ones, sink logits and a rotary table of
 their own; the first part of each head rotates. Values are scaled. Experts are chosen by sigmoid scores and a selection
-bias without a gradient, without a shared expert. MTP parts of the files are not read.
+bias without a gradient, without a shared expert. MTP heads are sliding layers with an MLP: `fnmodels.mtp`.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, merged
 from fnmodels.models.common.context import Context, with_context
@@ -19,7 +19,7 @@ from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembe
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import Leaf, Normal, bias, decoder_leaves, layer_leaves, weight
-from fnmodels.models.common.storage import Stored
+from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops import ACTIVATIONS, Rope, apply_rotary, project_out, rms_norm, split_heads
 from fnmodels.ops.linear import linears
 from fnmodels.ops.moe.router import RouterDtypes
@@ -32,10 +32,13 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     sinks=True,
-    leftovers=(r"model\.mtp\..*",),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="shared",
     in_memory={r"\.attention_sink_bias$": ".sinks"},
 )
 
+_HEAD = ("sliding",)  # the layer that is an MTP head's block
+_HEADS = 3  # of the published files, whose config.json does not count them (arXiv 2601.02780)
 _FULL, _NEAR, _PARTIAL = "full_attention", "sliding_attention", 0.334
 
 
@@ -50,7 +53,10 @@ class Config(mixture.GroupedConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of q, k and v
     sliding_window: int | None = None
-    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mtp.check_kinds(self, _HEAD)
 
     @property
     def sliding_key_value_heads(self) -> int:
@@ -83,12 +89,15 @@ class Config(mixture.GroupedConfig):
             local_rope=ropes[_NEAR],
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
             sliding_window=fields.integer("sliding_window", 129),
+            num_nextn_predict_layers=fields.integer(
+                "num_nextn_predict_layers", _HEADS if any(slides) else 0, low=0, high=mixture.HEADS_LIMIT
+            ),
             layer_kinds=tuple(
                 ("sliding" if near else "full") + "_moe" * moe for near, moe in zip(slides, routed, strict=True)
             ),
             model_type=fields.choice("model_type", MODEL_TYPES),
         )
-        return decoder.finished(config, fields, ("num_nextn_predict_layers", "attention_chunk_size"))
+        return decoder.finished(config, fields, ("attention_chunk_size",))
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect of transformers."""
@@ -107,6 +116,7 @@ class Config(mixture.GroupedConfig):
             "attention_bias",
             "hidden_act",
             "sliding_window",
+            "num_nextn_predict_layers",
         )
         return decoder.decoder_to_hf(self, "MiMoV2FlashForCausalLM", *names, **own)
 
@@ -170,14 +180,34 @@ def spec(config: Config) -> Tree:
         mlp = mixture.grouped_leaves(config, kind, selection_bias=True, wide_router=True)
         return layer_leaves(D, attention, mlp)
 
-    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    (head,) = parsed(_HEAD)
+    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)]) | mtp.heads(config, layer(head))
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is an MTP head's block."""
+    return _HEAD
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of MTP heads that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"model\.mtp\..*",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     names = mixture.grouped_names(config, flatten(spec(config)))
     sinks = {path: f"model.{path.replace('.attention.sinks', '.self_attn.attention_sink_bias')}" for path in names}
-    return {path: sinks[path] if path.endswith(".sinks") else name for path, name in names.items()}
+    names = {path: sinks[path] if path.endswith(".sinks") else name for path, name in names.items()}
+    if not config.num_nextn_predict_layers:
+        return names
+    # vLLM, vllm/model_executor/models/mimo_v2_mtp.py at 037951aa733b: these names, and the maths. There and in SGLang,
+    # python/sglang/srt/models/mimo_v2_flash_nextn.py at 951c765957f1, every head reads the states of the model.
+    heads = mtp.names_of(config, hf_names(mtp.blocks(config)[0]), "model.mtp.layers.{}.")
+    norms = {
+        path: renamed(name, r"\.post_attention_layernorm\.", ".pre_mlp_layernorm.") for path, name in heads.items()
+    }
+    return names | norms
 
 
 freqs_cis = decoder.freqs_cis_by_window

@@ -217,33 +217,21 @@ def hf_names(config: Config) -> dict[str, Stored]:
     names: dict[str, Stored] = {"embed_tokens": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight"}
     names["lm_head"] = "lm_head.weight"
     names |= {} if decoder.is_lm(config) else {"score": "score.weight"}
-    for index, kind in enumerate(config.layer_kinds):
-        names |= _layer_names(config, kind, f"layers.{index}", f"backbone.layers.{index}")
-    # Names of MTP heads: vLLM, vllm/model_executor/models/nemotron_h_mtp.py at 5a6131dd84c0, which has the maths too
-    block = config.mtp_layer_kinds
-    for head in range(config.num_nextn_predict_layers):
-        first, last = (f"mtp.layers.{head * len(block) + index}" for index in (0, len(block) - 1))
-        names |= {f"mtp.{head}.{name}": f"{first}.{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
-        names[f"mtp.{head}.norm"] = f"{last}.final_layernorm.weight"
-        for index, kind in enumerate(block):
-            there = f"mtp.layers.{head * len(block) + index}"
-            names |= _layer_names(config, kind, f"mtp.{head}.block.{index}", there)
-    return names
-
-
-def _layer_names(config: Config, kind: str, where: str, there: str) -> dict[str, Stored]:
-    """{path: name on disk} of a layer, whose parameters are at `where` in the params and at `there` in files."""
-    names: dict[str, Stored] = {f"{where}.input_layernorm": f"{there}.norm.weight"}
-    layer = _layer(config, kind)
-    for path in flatten({name: part for name, part in layer.items() if name != "input_layernorm"}):
-        leaf = path.partition(".")[2]
-        name: Stored = f"{there}.mixer.{_NAMES.get(leaf, f'{leaf}.weight')}"
-        if leaf.startswith("experts."):
-            name = mixture.expert_names(f"{there}.mixer.experts", config.n_routed_experts, f"{leaf[8:]}.weight")
-        names[f"{where}.{path}"] = name
-    if kind == "linear":
-        names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mixer")
-    return names
+    for index, layer in enumerate(spec(config)["layers"]):
+        where, there = f"layers.{index}", f"backbone.layers.{index}"
+        names[f"{where}.input_layernorm"] = f"{there}.norm.weight"
+        for path in flatten({name: part for name, part in layer.items() if name != "input_layernorm"}):
+            leaf = path.partition(".")[2]
+            name: Stored = f"{there}.mixer.{_NAMES.get(leaf, f'{leaf}.weight')}"
+            if leaf.startswith("experts."):
+                name = mixture.expert_names(f"{there}.mixer.experts", config.n_routed_experts, f"{leaf[8:]}.weight")
+            names[f"{where}.{path}"] = name
+        if config.layer_kinds[index] == "linear":
+            names |= mamba_names(config.mixer, f"{where}.attention", f"{there}.mixer")
+    if not config.num_nextn_predict_layers:
+        return names
+    # vLLM, vllm/model_executor/models/nemotron_h_mtp.py at 5a6131dd84c0: these names, and the maths
+    return names | mtp.names_of(config, hf_names(mtp.blocks(config)[0]), "mtp.layers.{}.")
 
 
 def leftovers(config: Config) -> tuple[str, ...]:

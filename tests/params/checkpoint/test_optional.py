@@ -110,6 +110,13 @@ NAMES: dict[str, tuple[str, ...]] = {
     "qwen3_5_wrapped": QWEN,
     "qwen3_5_moe_wrapped": QWEN,
     "hy_v3": tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.q_proj")),
+    "mellum": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.experts.0.up_proj"),
+    "exaone_moe": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.up_proj"),
+    "mimo_v2_flash": (
+        *(f"model.mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "input_layernorm", "self_attn.q_proj")),
+        *(f"model.mtp.layers.0.{one}" for one in ("pre_mlp_layernorm", "mlp.down_proj", "final_layernorm")),
+        "model.mtp.layers.0.self_attn.attention_sink_bias",
+    ),
     "nemotron_h_moe": (
         *(f"mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "norm", "mixer.q_proj", "mixer.o_proj")),
         *(f"mtp.layers.1.{one}" for one in ("norm", "mixer.gate", "mixer.experts.0.up_proj", "final_layernorm")),
