@@ -61,11 +61,11 @@ def check_kinds(config: Any, kinds: Sequence[str]) -> None:
                 )
 
 
-def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0) -> Tree:
+def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0, own_norm: bool = True) -> Tree:
     """{"mtp": [the parameters of each MTP head]} around those of a `block`; {} for a config without MTP heads.
 
     block: the parameters of its layer, or a list of those of its layers. norm_value: with which norms of the residual
-    stream begin.
+    stream begin. own_norm: whether a head has a final norm of its own; else it is the model's.
     """
     D, std = config.hidden_size, config.initializer_range
     of_stream = norm(D, "embed", norm_value)
@@ -74,7 +74,7 @@ def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0) -> 
         "hnorm": of_stream,
         "eh_proj": weight((D, 2 * D), ("embed", "token_and_state"), std),
         "block": block,
-        "norm": of_stream,
+        **({"norm": of_stream} if own_norm else {}),
     }
     return {"mtp": [head] * config.num_nextn_predict_layers} if config.num_nextn_predict_layers else {}
 

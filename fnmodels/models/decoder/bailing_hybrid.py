@@ -4,7 +4,7 @@ Both are those of `kimi_linear.py` with other projections: the decay and the out
 residual stream without a narrow width, the decay is bounded, and latent attention rotates and has a gate for each head.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import Segments
-from fnmodels.models.common import decoder, mla
+from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
@@ -40,6 +40,7 @@ TRAITS = Traits(
     kinds=("linear_moe", "full_moe", "linear", "full"),
     routed=True,
     router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     in_memory={
         r"^model\.word_embeddings\.": "model.embed_tokens.",
         r"\.attention\.": ".self_attn.",
@@ -48,6 +49,7 @@ TRAITS = Traits(
         r"\.gate\.expert_bias$": ".gate.e_score_correction_bias",
     },
 )
+_HEAD = ("full_moe",)  # the layer that is an MTP head's block
 _DEFAULTS: dict[str, Any] = {"vocab_size": 157184, "hidden_size": 2560, "intermediate_size": 6144}
 _DEFAULTS |= {"num_hidden_layers": 42, "num_attention_heads": 32, "moe_intermediate_size": 768}
 _DEFAULTS |= {"n_routed_experts": 512, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4}
@@ -56,15 +58,17 @@ _DEFAULTS |= {"kv_lora_rank": 512, "v_head_dim": 128, "num_nextn_predict_layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Config(mla.LatentMixtureConfig):
-    """Sizes and switches. linear_head_dim: of delta layers, `head_dim` in files. MTP layers of files are not read.
-
+    """Sizes and switches. linear_head_dim: of delta layers, `head_dim` in files.
     kda_lower_bound: of the logarithm of a bounded decay; None: it has no bound.
     """
 
     linear_head_dim: int
     linear_conv_kernel_dim: int = 4
     kda_lower_bound: float | None = -5.0
-    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mtp.check_kinds(self, _HEAD)
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -84,7 +88,6 @@ class Config(mla.LatentMixtureConfig):
         del sizes["rope_interleave"]
         layers, positions = sizes["num_hidden_layers"], sizes["max_position_embeddings"]
         experts = mixture.grouped_from_hf(fields, layers, dense=2, scale=2.5)
-        del experts["num_nextn_predict_layers"]
         group = fields.integer("layer_group_size", 6)
         linear = decoder.sliding_layers(fields, [(i + 1) % group != 0 for i in range(layers)], "linear_attention")
         experts["layer_kinds"] = tuple(
@@ -108,7 +111,7 @@ class Config(mla.LatentMixtureConfig):
         """A config.json under the published names."""
         layers = parsed(self.layer_kinds)
         own: ConfigJson = {name: getattr(self, name) for name in mixture.GROUPED}
-        own |= {"head_dim": self.linear_head_dim, "num_nextn_predict_layers": 0}
+        own |= {"head_dim": self.linear_head_dim, "num_nextn_predict_layers": self.num_nextn_predict_layers}
         own["rope_parameters"] = rope_to_hf(self.rope)
         own["layer_types"] = decoder.layer_types([kind.ordered for kind in layers], "linear_attention")
         own |= {"mlp_layer_types": mixture.mlp_types(layers), "short_conv_kernel_size": self.linear_conv_kernel_dim}
@@ -127,7 +130,13 @@ def spec(config: Config) -> Tree:
         attention = _delta_leaves(config) if kind.ordered else latent_attention_leaves(config) | gate
         return layer_leaves(D, attention, mixture.grouped_leaves(config, kind, selection_bias=True))
 
-    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    (head,) = parsed(_HEAD)
+    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)]) | mtp.heads(config, layer(head))
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is an MTP head's block."""
+    return _HEAD
 
 
 def _delta_leaves(config: Config) -> dict[str, Leaf]:
@@ -152,11 +161,18 @@ def hf_names(config: Config) -> dict[str, Stored]:
         if isinstance(name, str):
             name = name.replace(".self_attn.o_proj.", ".attention.dense.").replace(".self_attn.", ".attention.")
             names[path] = name.replace(".gate.e_score_correction_bias", ".gate.expert_bias")
-    return names | {"embed_tokens": "model.word_embeddings.weight"}
+    names |= {"embed_tokens": "model.word_embeddings.weight"}
+    if not config.num_nextn_predict_layers:
+        return names
+    # SGLang, python/sglang/srt/models/bailing_moe_nextn.py at d1575d178d74: these names, and the maths
+    heads = hf_names(mtp.blocks(config)[0])
+    return names | mtp.names_of(config, heads, "model.layers.{}.", first=config.num_hidden_layers)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """MTP layers, which stand after the last one in files."""
+    """Patterns of MTP layers that the config does not count, which stand after the last one in files."""
+    if config.num_nextn_predict_layers:
+        return ()
     first = config.num_hidden_layers
     return (rf"model\.layers\.({'|'.join(map(str, range(first, first + 8)))})\..*",)
 

@@ -1,7 +1,8 @@
 """ERNIE 4.5 (Baidu): the dense 0.3B model and the mixtures of experts 21B-A3B and 300B-A47B.
 
 The Llama block with interleaved rotary embedding. MoE layers route by softmax with a selection bias, with the router
-and its weight in fp32, and may have a shared expert.
+and its weight in fp32, and may have a shared expert. 21B-A3B has an MTP head, whose block is a layer like the first one
+and whose final norm is the model's: `fnmodels.mtp`.
 """
 
 import functools
@@ -10,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.models.common import decoder
+from fnmodels.errors import UnsupportedError
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
@@ -28,8 +30,8 @@ TRAITS = Traits(
     kinds=("full", "full_moe"),
     routed=True,
     router=ROUTER,
-    # The MTP block in the files of 21B-A3B, which transformers does not read either.
-    leftovers=(r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="raw",
     in_memory={r"\.mlp\.moe_statics\.": ".mlp.gate.moe_statics."},
 )
 
@@ -46,9 +48,14 @@ class Config(decoder.BaseConfig):
     num_experts_per_tok: int = 0
     num_shared_experts: int = 0  # width of the shared expert, in routed experts
     moe_norm_min: float = 1e-12  # lower bound of the divisor that renormalizes weights
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.num_nextn_predict_layers > 1:
+            raise UnsupportedError(
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; ERNIE has at most one MTP head."
+            )
         if "full_moe" in self.layer_kinds:
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
 
@@ -64,9 +71,9 @@ class Config(decoder.BaseConfig):
             fields.expect("use_bias", False)
             usual |= _experts(fields, usual["num_hidden_layers"])
         eps, bias = fields.number("rms_norm_eps", 1e-5), fields.boolean("use_bias", False)
-        config = Config(**usual, rms_norm_eps=eps, use_bias=bias)
-        # the expert capacity of training, and the MTP block, which is not read
-        return decoder.finished(config, fields, ("moe_capacity", "num_nextn_predict_layers") if sparse else ())
+        heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=1) if sparse else 0
+        config = Config(**usual, rms_norm_eps=eps, use_bias=bias, num_nextn_predict_layers=heads)
+        return decoder.finished(config, fields, ("moe_capacity",) if sparse else ())  # of training
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect. Raises ConfigError where `model_type` has no word for this model."""
@@ -78,7 +85,7 @@ class Config(decoder.BaseConfig):
         own |= {"moe_layer_interval": sparse[1] - sparse[0] if len(sparse) > 1 else 1}
         own |= {"moe_num_experts": self.num_experts, "moe_k": self.num_experts_per_tok}
         own |= {"moe_num_shared_experts": self.num_shared_experts}
-        names += ("moe_intermediate_size", "moe_norm_min")
+        names += ("moe_intermediate_size", "moe_norm_min", "num_nextn_predict_layers")
         return decoder.decoder_to_hf(self, "Ernie4_5_MoeForCausalLM", *names, **own)
 
 
@@ -110,7 +117,19 @@ def spec(config: Config) -> Tree:
     sparse = moe_leaves(D, experts, inner, std=std, shared=shared, selection_bias=True, wide_router=True)
     mlps = {"full": usual_mlp(config, biases=bias), "full_moe": sparse}
     attention = usual_attention(config, qkv_bias=bias, o_bias=bias)
-    return decoder_leaves(config, [layer_leaves(D, attention, mlps[kind]) for kind in config.layer_kinds])
+    layers = {kind: layer_leaves(D, attention, mlp) for kind, mlp in mlps.items() if kind in config.layer_kinds}
+    leaves = decoder_leaves(config, [layers[kind] for kind in config.layer_kinds])
+    return leaves | mtp.heads(config, layers[config.layer_kinds[0]], own_norm=False)
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head: that of the first layer."""
+    return config.layer_kinds[:1]
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of an MTP head that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -123,7 +142,13 @@ def hf_names(config: Config) -> dict[str, Stored]:
         if path.endswith(".selection_bias"):
             name = f"model.{path.removesuffix('selection_bias')}moe_statics.e_score_correction_bias"
             names[path] = TensorSlice(name, 0, count, count, ones=(1, 0))
-    return names
+    if not config.num_nextn_predict_layers:
+        return names
+    # PaddlePaddle/ERNIE, ernie/modeling_moe.py at 76abde250347: these names, and the maths
+    heads = mtp.names_of(config, hf_names(mtp.blocks(config)[0]), "model.mtp_block.{}.")
+    around = {"enorm": "emb_norm", "hnorm": "hidden_norm", "eh_proj": "linear_proj"}
+    del heads["mtp.0.norm"]
+    return names | heads | {f"mtp.0.{ours}": f"model.mtp_{theirs}.0.weight" for ours, theirs in around.items()}
 
 
 @with_context

@@ -110,6 +110,15 @@ NAMES: dict[str, tuple[str, ...]] = {
     "qwen3_5_wrapped": QWEN,
     "qwen3_5_moe_wrapped": QWEN,
     "hy_v3": tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.q_proj")),
+    "ernie4_5_moe": (
+        *("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0"),
+        *(f"model.mtp_block.0.{one}" for one in ("input_layernorm", "self_attn.q_proj", "post_attention_layernorm")),
+    ),
+    "bailing_hybrid": (
+        *(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "input_layernorm")),
+        *(f"LAST.{one}" for one in ("attention.kv_a_proj_with_mqa", "attention.g_proj", "attention.dense")),
+        *(f"LAST.{one}" for one in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.shared_experts.up_proj")),
+    ),
     "mellum": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.experts.0.up_proj"),
     "exaone_moe": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.up_proj"),
     "mimo_v2_flash": (
