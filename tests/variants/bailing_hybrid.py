@@ -56,10 +56,13 @@ def published() -> dict[str, dict[str, Any]]:
 
 def sizes() -> dict[str, int]:
     """{name of a published member: how many parameters it has, selection biases included}."""
-    return {"ling_3.0_flash": 124_414_211_552}
+    return {"ling_3.0_flash": TOTALS["ling-3.0-flash"]}
 
 
-TOTALS: dict[str, int | str] = {"ling-3.0-flash": 124_414_211_552}
+_EXPERTS = 513 * 3 * 2560 * 768 + 512 * 2560 + 512
+_LATENT = 32 * 192 * 2560 + 576 * 2560 + 512 + 32 * 256 * 512 + 32 * 128 * 2560 + 32 * 2560
+# The MTP head has a projection, five norms, latent attention and experts.
+TOTALS: dict[str, int] = {"ling-3.0-flash": 124_414_211_552 + 2 * 2560**2 + 5 * 2560 + _LATENT + _EXPERTS}
 REFUSED = {
     "bailing_hybrid": {"num_attention_heads", "linear_num_heads", "linear_conv_kernel_dim", "tie_word_embeddings"}
 }

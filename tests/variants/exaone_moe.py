@@ -86,8 +86,13 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters}, counted by hand from the shapes; published as 236B and 295B."""
-    exaone = _size(153600, 6144, 18432, 48, 2048, 128)
+    """{name: number of parameters}, counted by hand from the shapes; published as 236B and 295B.
+
+    K-EXAONE has an MTP head: a projection, three norms, attention and an MLP.
+    """
+    D = 6144
+    head = 2 * D * D + 3 * D + (2 * D * 64 * 128 + 2 * D * 8 * 128 + 2 * 128 + 2 * D) + 3 * D * 18432
+    exaone = _size(153600, D, 18432, 48, 2048, 128) + head
     return {"k_exaone_236b": exaone, "hy3_preview": _size(120832, 4096, 13312, 80, 1536, 192)}
 
 
@@ -101,4 +106,4 @@ ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="wid
 REFUSED = {"hy_v3": {"mlp_bias", "num_hidden_layers"}}
 SEEDS = {"exaone_moe": 5}
 
-TOTALS: dict[str, int | str] = {"k-exaone-236b-a23b": 236_571_156_352, "hy3-preview": "295B"}
+TOTALS: dict[str, int | str] = {"k-exaone-236b-a23b": 236_571_156_352 + 528_513_280, "hy3-preview": "295B"}

@@ -70,8 +70,13 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters} of the text; with 865,567,232 of the tower and projector, 427,040,140,160."""
-    return {"minimax_m3": TOTALS["minimax-m3"]}
+    """{name: number of parameters} of the text; with 865,567,232 of the tower and projector, 427,040,140,160.
+
+    With the MTP head: a projection, norms, attention, the indexer, experts and a shared one.
+    """
+    D, H = 6144, 128
+    head = 2 * D * D + 5 * D + 2 * D * 64 * H + 2 * D * 4 * H + 2 * H + 5 * H * D + 2 * H
+    return {"minimax_m3": TOTALS["minimax-m3"] + head + 129 * 3 * D * 3072 + 128 * D + 128}
 
 
 _SPARSE = [0] * 3 + [1] * 57

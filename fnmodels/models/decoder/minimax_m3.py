@@ -5,8 +5,7 @@ rotary embedding of the first part of each head. In all but the first layers an 
 head of keys (`fnmodels.ops.indexers.blocks`), and the MLP is a mixture of experts with a shared one. All MLPs have the
 clamped SwiGLU of gpt-oss. The choice has no gradient, so the indexer's parameters are not trained by a loss on logits.
 
-The published files are those of a model with images, of which the text is read; the MTP modules that their config.json
-counts are not.
+The published files are those of a model with images, of which the text is read. They have one MTP head: `fnmodels.mtp`.
 """
 
 import functools
@@ -16,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, merged, shown
 from fnmodels.models.common.context import Context, with_context
@@ -25,6 +24,7 @@ from fnmodels.models.common.decoder.block_choice import choose_blocks
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf
 from fnmodels.models.common.spec import (
+    Leaf,
     decoder_leaves,
     gated_mlp_leaves,
     head_norms,
@@ -48,7 +48,8 @@ TRAITS = Traits(
     kinds=("full_moe", "indexed_moe", "full", "indexed"),
     routed=True,
     router=ROUTER,
-    leftovers=(r"(language_model\.(model\.)?)?mtp\..*",),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="raw",
     unread={"vision": r"(vision_tower|multi_modal_projector|patch_merge_mlp)\..*"},
 )
 
@@ -67,21 +68,15 @@ _EXPECTED |= {"swiglu_beta": 1.0}
 _SAVED = (
     *("rms_norm_eps", "num_local_experts", "num_experts_per_tok", "routed_scaling_factor", "swiglu_alpha"),
     *("swiglu_limit", "dense_intermediate_size", "shared_intermediate_size", "index_head_dim", "index_block_size"),
-    *("index_topk_blocks", "index_local_blocks"),
+    *("index_topk_blocks", "index_local_blocks", "num_nextn_predict_layers"),
 )
 _IMAGES = (  # fields of the wrapper that the text does not read
-    *(
-        "vision_config",
-        "merged_hidden_size",
-        "image_token_index",
-        "video_token_index",
-        "image_token_id",
-        "video_token_id",
-    ),
-    *("projector_hidden_size", "projector_hidden_act", "multimodal_projector_bias", "image_seq_length"),
-    *("image_grid_pinpoints", "img_token_compression_config", "image_token_compression_method", "process_image_mode"),
-    *("vision_feature_layer", "vision_feature_select_strategy", "num_reserved_tokens"),
+    *("vision_config", "merged_hidden_size", "image_token_index", "video_token_index", "image_token_id"),
+    *("video_token_id", "projector_hidden_size", "projector_hidden_act", "multimodal_projector_bias"),
+    *("image_seq_length", "image_grid_pinpoints", "img_token_compression_config", "image_token_compression_method"),
+    *("process_image_mode", "vision_feature_layer", "vision_feature_select_strategy", "num_reserved_tokens"),
 )
+_HEAD = ("indexed_moe",)  # the layer that is the block of the MTP head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +97,11 @@ class Config(decoder.SizesConfig):
     rope: Rope = Rope(5e6, partial=0.5)  # noqa: RUF009 - frozen
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 524288
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        mtp.check_kinds(self, _HEAD)
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
         decoder.check_sizes(self, "dense_intermediate_size", "shared_intermediate_size", "index_block_size")
         decoder.check_sizes(self, "index_head_dim", "index_topk_blocks", "index_local_blocks")
@@ -157,8 +154,9 @@ class Config(decoder.SizesConfig):
             **fields.plain(index_block_size=128, index_topk_blocks=16, index_local_blocks=1, rms_norm_eps=1e-6),
             **fields.plain(routed_scaling_factor=2.0, swiglu_alpha=1.702, swiglu_limit=7.0),
             layer_kinds=tuple(map("".join, zip(attention, _mlps(fields, layers), strict=True))),
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, low=0, high=1),
         )
-        return decoder.finished(config, fields, ("num_mtp_modules", "num_nextn_predict_layers"))
+        return decoder.finished(config, fields, ("num_mtp_modules",))  # how often other code runs the MTP head
 
     def to_hf(self) -> ConfigJson:
         """A config.json of transformers' form; for model type minimax_m3_vl with `text_config` but no tower."""
@@ -234,9 +232,22 @@ def spec(config: Config) -> Tree:
         norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
         return {**norms, "attention": attention, "mlp": _mlp_leaves(config, kind)}
 
-    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)]) | {
-        "norm": norm(D, "embed", 0.0)
-    }
+    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    (head,) = parsed(_HEAD)
+    return leaves | {"norm": norm(D, "embed", 0.0)} | mtp.heads(config, layer(head), norm_value=0.0)
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head."""
+    return _HEAD
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of an MTP head that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"(language_model\.)?(model\.)?mtp\..*",)
+
+
+stream_norm = rms_norm_zero_centered
 
 
 def _indexer_leaves(config: Config) -> Tree:
@@ -262,21 +273,29 @@ def _mlp_leaves(config: Config, kind: LayerKind) -> Tree:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}: the published ones, or of the text alone those that transformers has."""
+    flat, model = {path: leaf for path, leaf in flatten(spec(config)).items() if not path.startswith("mtp.")}, "model"
     if config.model_type == "minimax_m3_vl_text":
-        return _names_of_text(config)
-    names = mixture.block_sparse_names(flatten(spec(config)), config.num_local_experts)
-    for path, name in names.items():
-        if isinstance(name, str) and ".indexer." in name:
-            names[path] = name.replace(".indexer.", ".index_")
-        elif isinstance(name, str) and ".shared_expert." in name:
-            names[path] = name.replace(".mlp.shared_expert.", ".block_sparse_moe.shared_experts.")
-    return {path: renamed(name, "^", "language_model.") for path, name in names.items()}
+        names = _names_of_text(config, flat)
+    else:
+        names, model = mixture.block_sparse_names(flat, config.num_local_experts), "language_model.model"
+        for path, name in names.items():
+            if isinstance(name, str) and ".indexer." in name:
+                names[path] = name.replace(".indexer.", ".index_")
+            elif isinstance(name, str) and ".shared_expert." in name:
+                names[path] = name.replace(".mlp.shared_expert.", ".block_sparse_moe.shared_experts.")
+        names = {path: renamed(name, "^", "language_model.") for path, name in names.items()}
+    if not config.num_nextn_predict_layers:
+        return names
+    # rtp-llm, rtp_llm/models/minimax_m3_mtp.py at 46a35962751b: these names, one head, which reads states before the
+    # final norm; the maths is that of vLLM's MiniMaxM3MultiTokenPredictorLayer.
+    heads = mtp.names_of(config, hf_names(mtp.blocks(config)[0]), f"{model}.mtp.layers.{{}}.")
+    inner = r"\.mtp\.layers\.0\.", ".mtp.layers.0.transformer_layer."
+    return names | {path: renamed(name, *inner) if ".block." in path else name for path, name in heads.items()}
 
 
-def _names_of_text(config: Config) -> dict[str, Stored]:
-    flat = flatten(spec(config))
+def _names_of_text(config: Config, flat: dict[str, Leaf]) -> dict[str, Stored]:
     names: dict[str, Stored] = {
-        p: n.replace(".shared_expert.", ".shared_experts.") for p, n in decoder.hf_names(config).items()
+        p: n.replace(".shared_expert.", ".shared_experts.") for p, n in decoder.hf_names(config).items() if p in flat
     }
     for index, kind in enumerate(parsed(config.layer_kinds)):
         where, mlp = f"layers.{index}.mlp", f"layers.{index}.mlp"
@@ -324,16 +343,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 _DENSE = [0, 0, 0, *[1] * 57]
 PRESETS: dict[str, ConfigJson] = {
-    "minimax-m3": {
-        "model_type": "minimax_m3_vl_text",
-        "vocab_size": 200064,
-        "hidden_size": 6144,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 1048576,
-        "partial_rotary_factor": 0.5,
-        "moe_layer_freq": _DENSE,
-        "sparse_attention_config": {"sparse_attention_freq": _DENSE},
-    }
+    "minimax-m3": {"model_type": "minimax_m3_vl_text", "vocab_size": 200064, "hidden_size": 6144}
+    | {"intermediate_size": 3072, "num_hidden_layers": 60, "num_attention_heads": 64, "partial_rotary_factor": 0.5}
+    | {"max_position_embeddings": 1048576, "moe_layer_freq": _DENSE}
+    | {"sparse_attention_config": {"sparse_attention_freq": _DENSE}},
 }

@@ -119,6 +119,15 @@ NAMES: dict[str, tuple[str, ...]] = {
         *(f"LAST.{one}" for one in ("attention.kv_a_proj_with_mqa", "attention.g_proj", "attention.dense")),
         *(f"LAST.{one}" for one in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.shared_experts.up_proj")),
     ),
+    "minimax_m3": (
+        *(f"model.mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        *(f"model.mtp.layers.0.transformer_layer.{one}" for one in ("input_layernorm", "self_attn.q_proj")),
+    ),
+    "minimax_m3_wrapped": (
+        *(f"language_model.model.mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        "language_model.model.mtp.layers.0.transformer_layer.self_attn.index_q_proj",
+        "language_model.model.mtp.layers.0.transformer_layer.block_sparse_moe.experts.0.w1",
+    ),
     "mellum": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.experts.0.up_proj"),
     "exaone_moe": (*QWEN, "mtp.layers.0.self_attn.q_norm", "mtp.layers.0.mlp.up_proj"),
     "mimo_v2_flash": (
