@@ -23,7 +23,7 @@ from tests.support.mtp import mtp_cases, with_heads
 from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
-ELSEWHERE = ("kimi_k2",)  # transformers knows it as deepseek_v3
+ELSEWHERE = ("kimi_k2", "minimax_m3_wrapped")  # of deepseek_v3 and minimax_m3 in transformers, under other names
 FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm", "mellum")
 
 

@@ -16,12 +16,17 @@ from fnmodels.tree import Tree
 _APART = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "norm": "norm"}
 
 
-@functools.lru_cache(maxsize=256)
 def blocks(config: Any) -> tuple[Any, int]:
     """(config, first): the layers of an MTP head's block are those from `first` on of a model of this config.
 
     That is the model itself and its last layer, or a model of the family's `mtp_kinds` and all of its layers.
     """
+    return _blocks(config, config.model_type)
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(config: Any, model_type: str) -> tuple[Any, int]:
+    """model_type: that of the config, which equality of configs leaves out."""
     family = family_of(config)
     kinds = function_of(family, "mtp_kinds")
     if kinds is None:
