@@ -99,7 +99,8 @@ def _exaone_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
     metadata.take("expert_shared_feed_forward_length")  # the product of two others
     dense = metadata.count("leading_dense_block_count")
     kinds = ["dense"] * dense + ["sparse"] * (metadata.layers - dense)
-    return {"mlp_layer_types": kinds, **_grouped(metadata), **sliding_layers(metadata)}
+    fields: ConfigJson = {"mlp_layer_types": kinds, "num_nextn_predict_layers": 0}
+    return {**fields, **_grouped(metadata), **sliding_layers(metadata)}
 
 
 def _ernie_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:

@@ -25,6 +25,7 @@ DESCRIPTIVE |= {
     "pooler",
     "classifier_pooling",
 }  # other results than logits of tokens: tests/parity/test_heads.py
+DESCRIPTIVE |= {"mtp_layer_kinds"}  # of MTP heads, which the logits do not read: tests/parity/test_mtp.py
 DESCRIPTIVE |= {"low_gradients"}  # of gradients alone: tests/fnmodels/models/test_hrm_text.py
 NARROW = {
     "residual_in_fp32",
