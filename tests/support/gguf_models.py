@@ -207,6 +207,7 @@ MODELS |= {
     "dots1": {"model_type": "dots1", **_BASE, **_ROPE, **_GROUPS, "sliding_window": None},
     "exaone-moe": {
         "model_type": "exaone_moe",
+        "num_nextn_predict_layers": 0,
         **_BASE,
         **_ROPE,
         **_SLIDING,
