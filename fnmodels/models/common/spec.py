@@ -124,16 +124,18 @@ def layer_norm_leaves(name: str, size: int, axis: str) -> dict[str, Leaf]:
     return {name: norm(size, axis), f"{name}_bias": bias(size, axis)}
 
 
-def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool = False) -> Tree:
+def decoder_leaves(
+    config: DecoderConfig, layers: list[Tree], *, norm_bias: bool = False, norm_value: float = 1.0
+) -> Tree:
     """A decoder's parameters, weights [out, in]: embedding, `layers`, final norm, and a head that is not the embedding.
 
     The head is `lm_head`, or `score` [labels, D] for the config's head "classification", and `score_bias` [labels]
     beside it for "tokens".
 
-    norm_bias: the final norm has a bias (LayerNorm).
+    norm_bias: the final norm has a bias (LayerNorm). norm_value: what its weight is initialized to.
     """
     V, D, std = config.vocab_size, config.hidden_size, config.initializer_range
-    last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed")}
+    last = layer_norm_leaves("norm", D, "embed") if norm_bias else {"norm": norm(D, "embed", norm_value)}
     tree: Tree = {"embed_tokens": embedding(V, D, std), "layers": layers, **last}
     if field_of(config, "head") == "none":
         return tree
@@ -144,11 +146,12 @@ def decoder_leaves(config: DecoderConfig, layers: list[Tree], *, norm_bias: bool
     return tree if config.tie_word_embeddings else tree | {"lm_head": weight((V, D), ("vocab", "embed"), std)}
 
 
-def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = False) -> Tree:
-    """The parameters of a pre-norm layer. norm_bias: the norms have biases (LayerNorm)."""
+def layer_leaves(width: int, attention: Tree, mlp: Tree, *, norm_bias: bool = False, norm_value: float = 1.0) -> Tree:
+    """The parameters of a pre-norm layer. norm_bias: the norms have biases (LayerNorm). norm_value: see above."""
     names = ("input_layernorm", "post_attention_layernorm")
     first, second = (
-        layer_norm_leaves(name, width, "embed") if norm_bias else {name: norm(width, "embed")} for name in names
+        layer_norm_leaves(name, width, "embed") if norm_bias else {name: norm(width, "embed", norm_value)}
+        for name in names
     )
     return {**first, "attention": attention, **second, "mlp": mlp}
 

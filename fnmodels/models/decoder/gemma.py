@@ -133,7 +133,7 @@ def spec(config: Config) -> Tree:
     norms = ["input_layernorm", "post_attention_layernorm"]
     norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if config.sandwich else []
     layer = {name: norm(D, "embed", 0.0) for name in norms} | {"attention": attention, "mlp": usual_mlp(config)}
-    return decoder_leaves(config, [layer for _ in config.layer_kinds]) | {"norm": norm(D, "embed", 0.0)}
+    return decoder_leaves(config, [layer for _ in config.layer_kinds], norm_value=0.0)
 
 
 def hf_names(config: Config) -> dict[str, str]:

@@ -181,16 +181,13 @@ def _full_heads(fields: Fields, full: list[int], sizes: Mapping[str, int]) -> di
     heads, same = sizes["num_key_value_heads"], fields.boolean("attention_k_eq_v", False)
     fewer = fields.integer("num_global_key_value_heads", heads)
     found = {(fields.integer("global_head_dim", 512, high=1 << 16), fewer if same else heads)}
-    given = fields.take("per_layer_config", None)
-    if given is not None:
-        where = f"{fields.where}, per_layer_config"
-        numbers = {str(key).zfill(4) for key in given} if isinstance(given, Mapping) else set()  # "05" or 5
-        if numbers != {str(index).zfill(4) for index in full}:
-            raise ConfigError(f"{where} is {shown(given)}, but must have an object for each of the layers {full}.")
-        layers = [Fields(values, where) for values in given.values()]
+    layers = decoder.layer_overrides(fields, full)
+    if layers:
         found = {(f.integer("head_dim", sizes["head_dim"]), f.integer("num_key_value_heads", heads)) for f in layers}
         if len(found) != 1:
-            raise ConfigError(f"{where} must say the same of all full layers, not {sorted(found)}.")
+            raise ConfigError(
+                f"{fields.where}, per_layer_config must say the same of all full layers, not {sorted(found)}."
+            )
         for layer in layers:
             layer.finish()
     ((width, heads),) = found

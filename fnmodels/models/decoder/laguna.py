@@ -13,7 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
@@ -95,6 +95,7 @@ class Config(decoder.BaseConfig):
         mtp.check_kinds(self, self.mtp_layer_kinds)
         mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         object.__setattr__(self, "sliding_attention_heads", self.sliding_attention_heads or self.num_attention_heads)
+        decoder.check_sizes(self, "sliding_attention_heads")
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -169,17 +170,10 @@ def _laguna(fields: Fields, sizes: dict[str, Any], slides: list[bool]) -> dict[s
     fields.expect("moe_apply_router_weight_on_input", False)
     heads = sizes["num_attention_heads"]
     listed = fields.take("num_attention_heads_per_layer", [heads] * len(slides))
-    alike = isinstance(listed, list) and len(listed) == len(slides) and all(type(n) is int and n > 0 for n in listed)
-    pairs = set(zip(slides, listed, strict=True)) if alike else set()
-    if not alike or len({near for near, _ in pairs}) < len(pairs):
-        raise UnsupportedError(
-            f"{fields.where}: 'num_attention_heads_per_layer' must list {len(slides)} numbers, one for all full layers "
-            "and one for all sliding ones."
-        )
-    by_type = dict(pairs)
+    by_type = decoder.by_window(fields, "num_attention_heads_per_layer", listed, slides, heads, low=1)
     return {
-        "num_attention_heads": by_type.get(False, heads),
-        "sliding_attention_heads": by_type.get(True, heads),
+        "num_attention_heads": by_type[False],
+        "sliding_attention_heads": by_type[True],
         "shared_expert_intermediate_size": fields.integer("shared_expert_intermediate_size", 512),
         "gate_per_head": fields.take("gating", True) in (True, "per-head"),
         **{name: fields.number(name, default, above=-1e-9) for name, default in _SWITCHES.items()},

@@ -20,6 +20,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, merged, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.decoder import unembed_zero_centered as unembed  # noqa: F401
 from fnmodels.models.common.decoder.block_choice import choose_blocks
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf
@@ -28,6 +29,7 @@ from fnmodels.models.common.spec import (
     decoder_leaves,
     gated_mlp_leaves,
     head_norms,
+    layer_leaves,
     moe_leaves,
     norm,
     usual_attention,
@@ -36,8 +38,7 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, fuse, renamed
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv
 from fnmodels.ops.indexers.blocks import BlockIndexer
-from fnmodels.ops.linear import linear, linears
-from fnmodels.ops.mlp import clamped_swiglu
+from fnmodels.ops.mlp import clamped_swiglu, glu_mlp
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree, flatten
@@ -223,18 +224,16 @@ def _mlps(fields: Fields, layers: int) -> list[str]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]; norms are initialized to 0, since 1 is added to them."""
-    D = config.hidden_size
 
     def layer(kind: LayerKind) -> Tree:
         attention: Tree = usual_attention(config) | head_norms(config, 0.0)
         if kind.indexed:
             attention["indexer"] = _indexer_leaves(config)
-        norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
-        return {**norms, "attention": attention, "mlp": _mlp_leaves(config, kind)}
+        return layer_leaves(config.hidden_size, attention, _mlp_leaves(config, kind), norm_value=0.0)
 
-    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
+    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)], norm_value=0.0)
     (head,) = parsed(_HEAD)
-    return leaves | {"norm": norm(D, "embed", 0.0)} | mtp.heads(config, layer(head), norm_value=0.0)
+    return leaves | mtp.heads(config, layer(head), norm_value=0.0)
 
 
 def mtp_kinds(config: Config) -> tuple[str, ...]:
@@ -309,11 +308,6 @@ def _names_of_text(config: Config, flat: dict[str, Leaf]) -> dict[str, Stored]:
     return names
 
 
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and output head: logits [B, S, V]."""
-    return decoder.project(params, rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), config)
-
-
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
@@ -333,9 +327,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     if not LayerKind.parse(kind).routed:
-        gate, up = linears(normed, mlp, ("gate", "up"))
-        neurons = ctx.tap("mlp.neurons", act(ctx.tap("mlp.pre", gate), up))
-        return x + ctx.tap("mlp", linear(neurons, mlp["down_proj"]))
+        return x + ctx.tap("mlp", glu_mlp(mlp, normed, act, tap=ctx.tap))
     choice = {"k": config.num_experts_per_tok, "bias": mlp["selection_bias"], "scale": config.routed_scaling_factor}
     route = functools.partial(sigmoid_top_k, renormalize=True, **choice)
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=act, dtypes=ROUTER))

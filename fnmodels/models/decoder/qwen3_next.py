@@ -17,10 +17,11 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds  # noqa: F401
+from fnmodels.models.common.decoder import unembed_zero_centered as unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.layers import delta, gated_attention
 from fnmodels.models.common.rope_config import rope_to_hf, split_sections
-from fnmodels.models.common.spec import decoder_leaves, moe_leaves, norm, usual_mlp, weight
+from fnmodels.models.common.spec import decoder_leaves, layer_leaves, moe_leaves, usual_mlp, weight
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
@@ -191,14 +192,11 @@ def spec(config: Config) -> Tree:
         return leaves | {"shared_expert_gate": weight((1, D), ("one", "embed"), std)}
 
     def layer(kind: str) -> Tree:
-        norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
         attention = delta.gated_delta_leaves(config) if _is_linear(kind) else gated_attention.leaves(config)
-        return {**norms, "attention": attention, "mlp": mlp(kind)}
+        return layer_leaves(D, attention, mlp(kind), norm_value=0.0)
 
     layers = [layer(kind) for kind in config.layer_kinds]
-    return (
-        decoder_leaves(config, layers) | {"norm": norm(D, "embed", 0.0)} | mtp.heads(config, layers[-1], norm_value=0.0)
-    )
+    return decoder_leaves(config, layers, norm_value=0.0) | mtp.heads(config, layers[-1], norm_value=0.0)
 
 
 def _is_linear(kind: str) -> bool:
@@ -225,12 +223,6 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 stream_norm = rms_norm_zero_centered
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and output head: logits [B, S, V]."""
-    normed = rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps)
-    return decoder.project(params, normed, config)
 
 
 @with_context

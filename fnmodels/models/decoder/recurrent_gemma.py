@@ -125,7 +125,7 @@ def spec(config: Config) -> Tree:
     around["mlp"] = usual_mlp(config, biases=True)
     recurrent = _recurrent_leaves(config)
     layers = [around | {"attention": recurrent if kind.ordered else attention} for kind in parsed(config.layer_kinds)]
-    return decoder_leaves(config, layers) | {"norm": norm(D, "embed", 0.0)}
+    return decoder_leaves(config, layers, norm_value=0.0)
 
 
 def _recurrent_leaves(config: Config) -> dict[str, Leaf]:

@@ -18,27 +18,28 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, storage
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, renamed, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds  # noqa: F401
+from fnmodels.models.common.decoder import unembed_zero_centered as unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_to_hf, ropes_by_layer_type
 from fnmodels.models.common.spec import (
     attention_leaves,
     decoder_leaves,
     head_norms,
+    layer_leaves,
     moe_leaves,
-    norm,
     usual_mlp,
     weight,
 )
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, split_heads
 from fnmodels.ops.invariant.rows import elementwise
-from fnmodels.ops.linear import linear, linears
-from fnmodels.ops.mlp import glu, limited_glu
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mlp import glu, glu_mlp, limited_glu
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
@@ -68,9 +69,11 @@ _NAMES = {  # {name in the published files: that of transformers}
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 _LIMITS = ("swiglu_limits", "swiglu_limits_shared")
-_LISTS = (  # fields with an entry for each layer, and one for each MTP layer after them
-    *("layer_types", "mlp_layer_types", "rope_theta", "partial_rotary_factors"),
-    *_LIMITS,
+# Fields with an entry for each layer, and one for each MTP layer after them.
+_LISTS = ("layer_types", "mlp_layer_types", "rope_theta", "partial_rotary_factors", *_LIMITS)
+_ON_DISK = (
+    *((r"\.mlp\.selection_proj\.bias", ".moe.router_bias"), (r"\.mlp\.router\.", ".moe.gate.")),
+    *((r"\.mlp\.experts\.", ".moe."), (r"\.mlp\.shared_expert\.", ".share_expert."), (r"attn\.gate_", "attn.g_")),
 )
 # Fields of the published files that transformers ignores, with the values that mean this model.
 _EXPECTED: dict[str, Any] = {"use_qk_norm": True, "use_moe": True, "norm_expert_weight": True, "zero_centered": True}
@@ -125,15 +128,14 @@ class Config(decoder.BaseConfig):
 
     def _order_limits(self) -> None:
         """Checks `limits`, and puts them in the order of their first layers, so that one model is one Config."""
-        pairs, forms = self.limits, [_form(kind) for kind in self.layer_kinds]
+        pairs, split = self.limits, [_split(kind) for kind in self.layer_kinds]
         if not all(len(pair) == 2 and any(pair) and all(0 <= one < float("inf") for one in pair) for pair in pairs):
             raise ConfigError(f"limits are {pairs}; each must be two numbers of at least 0, one of them above 0.")
-        used = [form for form in dict.fromkeys(forms) if form is not None]
+        used = [form for form in dict.fromkeys(form for _, form in split) if form is not None]
         if any(form >= len(pairs) for form in used):
             raise ConfigError(f"layer_kinds {self.layer_kinds} name more limits than the {len(pairs)} in limits.")
         object.__setattr__(self, "limits", tuple((float(pairs[form][0]), float(pairs[form][1])) for form in used))
-        names = ["" if form is None else f"_{used.index(form)}" for form in forms]
-        ordered = tuple(_without_form(kind) + name for kind, name in zip(self.layer_kinds, names, strict=True))
+        ordered = tuple(plain + ("" if form is None else f"_{used.index(form)}") for plain, form in split)
         object.__setattr__(self, "layer_kinds", ordered)
 
     @staticmethod
@@ -149,8 +151,8 @@ class Config(decoder.BaseConfig):
         thetas = dict.fromkeys((_FULL, _NEAR), 1e4)
         ropes = ropes_by_layer_type(fields, thetas, scaled=_FULL, partials=dict.fromkeys(thetas, 1.0), **where)
         slides = decoder.sliding_layers(fields, [False] * layers)
-        rule = [index < 3 for index in range(layers)]
-        dense = decoder.sliding_layers(fields, rule, "dense", "sparse", name="mlp_layer_types")
+        dense = [index < 3 for index in range(layers)]
+        dense = decoder.sliding_layers(fields, dense, "dense", "sparse", name="mlp_layer_types")
         experts, chosen = mixture.experts_from_hf(fields, 288, 8, layers)
         by_layer = list(zip(*(_limits(fields, name, layers) for name in _LIMITS), strict=True))
         pairs = list(dict.fromkeys(pair for pair in by_layer if any(pair)))
@@ -188,7 +190,7 @@ class Config(decoder.BaseConfig):
             "num_sliding_attention_heads": self.sliding_attention_heads,
             "rope_parameters": {_FULL: rope_to_hf(self.rope), _NEAR: rope_to_hf(self.local_rope)},
         }
-        forms = [_form(kind) for kind in self.layer_kinds]
+        forms = [_split(kind)[1] for kind in self.layer_kinds]
         for index, name in enumerate(_LIMITS):
             limits = [0.0 if form is None else self.limits[form][index] for form in forms]
             own[name] = limits if any(limits) else None
@@ -197,57 +199,46 @@ class Config(decoder.BaseConfig):
 
 def _published(fields: Fields) -> Fields:
     """The fields with those of the published files in the form of transformers, without entries of MTP layers."""
-    values, layers = dict(fields.values), fields.integer("num_hidden_layers", high=LAYERS_LIMIT)
-    heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT)
-    for name in _LISTS:
-        listed = values.get(name)
-        if isinstance(listed, list) and len(listed) == layers + heads:
-            values[name] = listed[:layers]
-        elif isinstance(listed, list) and len(listed) != layers:
-            raise ConfigError(f"{fields.where}: {name!r} has {len(listed)} entries, and there are {layers} layers.")
-    enumerated = values.pop("moe_layers_enum", None)
-    if enumerated is not None and values.get("mlp_layer_types") is None:  # transformers reads it in this case alone
-        texts = enumerated.split(",") if isinstance(enumerated, str) else enumerated
-        if not isinstance(texts, list) or not all(str(text).strip().isdigit() or text == "" for text in texts):
-            raise ConfigError(
-                f"{fields.where}: 'moe_layers_enum' is {shown(enumerated)}, but must list numbers of layers."
-            )
-        routed = {int(text) for text in texts if text != ""}
+    layers = fields.integer("num_hidden_layers", high=LAYERS_LIMIT)
+    every = layers + fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT)
+    values = {
+        name: value[:layers] if name in _LISTS and isinstance(value, list) and len(value) == every else value
+        for name, value in fields.values.items()
+    }
+    named = values.pop("moe_layers_enum", None)
+    if named is not None and values.get("mlp_layer_types") is None:  # transformers reads it in this case alone
+        texts = named.split(",") if isinstance(named, str) else named
+        if isinstance(texts, list):
+            texts = [int(one) if str(one).strip().isdigit() else one for one in texts if one != ""]
+        routed = mixture.numbers_of_layers(fields, "moe_layers_enum", texts, every)
         values["mlp_layer_types"] = ["sparse" if index in routed else "dense" for index in range(layers)]
     slides = decoder.sliding_layers(Fields(values, fields.where), [False] * layers)
     nested, types = values.get("rope_parameters"), decoder.layer_types(slides)
-    if nested is not None and not (isinstance(nested, Mapping) and set(nested) & {_FULL, _NEAR}):
+    if nested is None:
+        values["rope_parameters"] = _ropes(fields, values, slides)
+    elif not isinstance(nested, Mapping) or not set(nested) & {_FULL, _NEAR}:
         raise UnsupportedError(
             f"{fields.where}: 'rope_parameters' is {shown(nested)}, but must have an object for each of {_FULL} and "
             f"{_NEAR}."
         )
-    if nested is not None:  # transformers drops those without a layer
+    else:  # transformers drops those without a layer
         values["rope_parameters"] = {kind: nested[kind] for kind in nested if kind in types}
-    else:
-        older = {name: values.pop(name, None) for name in ("rope_theta", "partial_rotary_factors", "rope_scaling")}
-        values["rope_parameters"] = _ropes(fields, older, types)
     return Fields(values, fields.where)
 
 
-def _ropes(fields: Fields, older: Mapping[str, Any], types: list[str]) -> ConfigJson:
-    """`rope_parameters` by layer type, from lists with an entry for each layer; the scaling is that of full layers."""
-    ropes: ConfigJson = {}
-    for kind in (_FULL, _NEAR):
-        ropes[kind] = {}
-        for name, new in (("rope_theta", "rope_theta"), ("partial_rotary_factors", "partial_rotary_factor")):
-            value = older[name]
-            if isinstance(value, list):
-                listed = [one for one, layer in zip(value, types, strict=True) if layer == kind]
-                if any(one != listed[0] for one in listed):
-                    raise UnsupportedError(f"{fields.where}: {name!r} differs among layers of the type {kind}.")
-                value = listed[0] if listed else None
-            if value is not None:
-                ropes[kind][new] = value
-    scaling = older["rope_scaling"] or {}
+def _ropes(fields: Fields, values: ConfigJson, slides: list[bool]) -> ConfigJson:
+    """`rope_parameters` by layer type, from the lists in `values`, which are removed; full layers have the scaling."""
+    ropes: dict[bool, ConfigJson] = {False: {}, True: {}}
+    for name in ("rope_theta", "partial_rotary_factors"):
+        value = values.pop(name, None)
+        listed = value if isinstance(value, list) else [value] * len(slides)
+        by_type = {} if value is None else decoder.by_window(fields, name, listed, slides, None)
+        for near, one in by_type.items():
+            ropes[near][name.removesuffix("s")] = one
+    scaling = values.pop("rope_scaling", None) or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"{fields.where}: 'rope_scaling' is {shown(scaling)}, but must be an object.")
-    ropes[_FULL] |= scaling
-    return ropes
+    return {_FULL: {**ropes[False], **scaling}, _NEAR: ropes[True]}
 
 
 def _sliding_heads(fields: Fields, sizes: Mapping[str, Any], slides: list[bool]) -> int:
@@ -263,24 +254,19 @@ def _sliding_heads(fields: Fields, sizes: Mapping[str, Any], slides: list[bool])
         other.expect("true_head_dim", sizes["head_dim"])
         other.finish()
     heads = fields.integer("num_sliding_attention_heads", default)
-    changes = fields.take("per_layer_config", None)  # by transformers, of the layers with another number than full ones
-    own = {"num_attention_heads": heads}
-    wanted = {str(i): own for i, near in enumerate(slides) if near and heads != sizes["num_attention_heads"]}
-    by_layer = {str(i).lstrip("0") or "0": c for i, c in changes.items()} if isinstance(changes, Mapping) else changes
-    if changes is not None and by_layer != wanted:
-        raise UnsupportedError(
-            f"{fields.where}: 'per_layer_config' is {shown(changes)}; only num_attention_heads = {heads}, that of "
-            "'num_sliding_attention_heads', of each sliding layer is supported."
-        )
+    changed = [index for index, near in enumerate(slides) if near and heads != sizes["num_attention_heads"]]
+    for layer in decoder.layer_overrides(fields, changed):
+        layer.expect("num_attention_heads", heads)
+        layer.finish()
     return heads
 
 
 def _limits(fields: Fields, name: str, layers: int) -> tuple[float, ...]:
     """A limit for each layer; 0: none."""
-    value: Any = fields.take(name, None)
-    value = [0.0] * layers if value is None else value
-    if not isinstance(value, list) or any(type(one) not in (int, float, type(None)) for one in value):
-        raise ConfigError(f"{fields.where}: {name!r} is {shown(value)}, but must be a list of numbers or null.")
+    value: Any = fields.take(name, [0.0] * layers)
+    known = isinstance(value, list) and len(value) == layers
+    if not known or any(type(one) not in (int, float, type(None)) for one in value):
+        raise ConfigError(f"{fields.where}: {name!r} is {shown(value)}, but must list {layers} numbers or null.")
     return tuple(float(one or 0) for one in value)
 
 
@@ -295,29 +281,17 @@ def spec(config: Config) -> Tree:
         attention = attention_leaves(D, heads, config.num_key_value_heads, H, std=std, **biases)
         attention |= head_norms(config, 0.0) | {"gate_proj": weight((heads, D), ("heads", "embed"), std)}
         experts = moe_leaves(D, config.n_routed_experts, config.moe_intermediate_size, **flags)
-        norms = {name: norm(D, "embed", 0.0) for name in ("input_layernorm", "post_attention_layernorm")}
-        return {**norms, "attention": attention, "mlp": experts if kind.routed else usual_mlp(config)}
+        return layer_leaves(D, attention, experts if kind.routed else usual_mlp(config), norm_value=0.0)
 
-    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
-    return leaves | {"norm": norm(D, "embed", 0.0)}
+    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)], norm_value=0.0)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}; experts are three tensors [E, out, in]."""
-    return {path: _name(path) for path in flatten(spec(config))}
-
-
-def _name(path: str) -> str:
-    if path.endswith(".mlp.selection_bias"):
-        return f"model.{path.replace('.mlp.selection_bias', '.moe.router_bias')}"
-    for ours, theirs in (
-        (".mlp.router", ".moe.gate"),
-        (".mlp.experts.", ".moe."),
-        (".mlp.shared_expert.", ".share_expert."),
-        (".attention.gate_proj", ".attention.g_proj"),
-    ):
-        path = path.replace(ours, theirs)
-    return decoder.decoder_name(path)
+    names: dict[str, Stored] = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    for pattern, new in _ON_DISK:
+        names = {path: storage.renamed(name, pattern, new) for path, name in names.items()}
+    return names
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
@@ -329,19 +303,10 @@ def leftovers(config: Config) -> tuple[str, ...]:
 freqs_cis = decoder.freqs_cis_by_window
 
 
-def _form(kind: str) -> int | None:
-    """The number of the limits of a kind; None: none."""
-    last = kind.rpartition("_")[2]
-    return int(last) if last.isdigit() else None
-
-
-def _without_form(kind: str) -> str:
-    return kind if _form(kind) is None else kind.rpartition("_")[0]
-
-
-def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """Final norm and output head: logits [B, S, V]."""
-    return decoder.project(params, rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), config)
+def _split(kind: str) -> tuple[str, int | None]:
+    """(a kind without the number of its limits, that number, or None without limits)."""
+    plain, _, last = kind.rpartition("_")
+    return (plain, int(last)) if last.isdigit() else (kind, None)
 
 
 @with_context
@@ -356,12 +321,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.query_pre_attn_scalar**-0.5) * gate
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
-    form = _form(kind)
+    form = _split(kind)[1]
     of_experts, of_shared = (_act(limit, config) for limit in ((0.0, 0.0) if form is None else config.limits[form]))
     if not LayerKind.parse(kind).routed:
-        pre, up = linears(normed, mlp, ("gate", "up"))
-        neurons = ctx.tap("mlp.neurons", of_shared(ctx.tap("mlp.pre", pre), up))
-        return x + ctx.tap("mlp", linear(neurons, mlp["down_proj"]))
+        return x + ctx.tap("mlp", glu_mlp(mlp, normed, of_shared, tap=ctx.tap))
     choice: dict[str, Any] = {"k": config.num_experts_per_tok, "bias": mlp["selection_bias"], "norm_eps": 0.0}
     route = functools.partial(sigmoid_top_k, renormalize=True, scale=config.moe_router_scaling_factor, **choice)
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=(of_experts, of_shared), dtypes=ROUTER))

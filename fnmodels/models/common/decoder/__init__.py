@@ -27,7 +27,9 @@ from .embed_and_head import (
     without_padding,
 )
 from .layer_kinds import (
+    by_window,
     kinds,
+    layer_overrides,
     layer_types,
     listed_kinds,
     one_window,
@@ -42,7 +44,7 @@ from .parameters import decoder_name, fused, hf_names, spec
 __all__ = ["SizesConfig", "BaseConfig", "check_decoder", "check_sizes", "check_width"]
 __all__ += ["base_fields", "finished", "decoder_sizes", "text_part", "decoder_to_hf", "expressible", "softcap"]
 __all__ += ["kinds", "sliding_layers", "one_window", "sliding_pattern", "patterned_layers"]
-__all__ += ["listed_kinds", "layer_types", "rotating_layers"]
+__all__ += ["listed_kinds", "layer_types", "rotating_layers", "by_window", "layer_overrides"]
 __all__ += ["attention_masks", "freqs_cis", "freqs_cis_by_window", "freqs_cis_with_temperature"]
 __all__ += ["embed", "embed_by_width", "head", "project", "is_lm", "scores", "classify", "without_padding"]
 __all__ += ["ngram_inputs"]

@@ -112,7 +112,7 @@ def unembed_layer_norm(params: Tree, x: Tensor, /, *, config: LayerNormConfig) -
 
 
 def unembed_zero_centered(params: Tree, x: Tensor, /, *, config: Any) -> Tensor:
-    """Final RMSNorm that multiplies by 1 + weight, head, and the config's `final_softcap` or None: logits [B, S, V]."""
+    """Final RMSNorm that multiplies by 1 + weight, head, and the config's `final_softcap`, if any: logits [B, S, V]."""
     logits = project(params, rms_norm_zero_centered(x, params["norm"], eps=config.rms_norm_eps), config)
-    cap = config.final_softcap
+    cap = getattr(config, "final_softcap", None)
     return cap * elementwise(torch.tanh, logits / cap) if cap is not None and is_lm(config) else logits

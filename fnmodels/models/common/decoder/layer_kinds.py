@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fnmodels.errors import ConfigError
+from fnmodels.errors import ConfigError, UnsupportedError
 
 from ..config_json import Fields, shown
 from ..family import UsualConfig
@@ -88,6 +88,42 @@ def listed_kinds(fields: Fields, names: Sequence[str], known: Mapping[str, str])
 def layer_types(slides: Sequence[bool], near: str = "sliding_attention") -> list[str]:
     """The `layer_types` list for config.json, which `sliding_layers` reads back."""
     return [near if s else "full_attention" for s in slides]
+
+
+def layer_overrides(fields: Fields, layers: Sequence[int]) -> list[Fields]:
+    """The objects of `per_layer_config`, where transformers writes what layers have of their own; [] without it.
+
+    ConfigError unless it has an object for each of `layers` and for no other one.
+    """
+    given = fields.take("per_layer_config", None)
+    if given is None:
+        return []
+    where = f"{fields.where}, per_layer_config"
+    numbers = {str(key).zfill(4) for key in given} if isinstance(given, Mapping) else None  # "05" or 5
+    if numbers != {str(index).zfill(4) for index in layers}:
+        raise ConfigError(f"{where} is {shown(given)}, but must have an object for each of the layers {list(layers)}.")
+    return [Fields(values, where) for values in given.values()]
+
+
+def by_window(
+    fields: Fields, name: str, listed: Any, slides: Sequence[bool], default: Any, *, low: int = 0
+) -> dict[bool, Any]:
+    """{whether a layer slides: what such layers have}, of a field that lists a number for each layer.
+
+    listed: the list. default: that of a type without a layer. low: the least number.
+    """
+    alike = isinstance(listed, list) and len(listed) == len(slides) and all(_is_number(one, low) for one in listed)
+    pairs = set(zip(slides, listed, strict=True)) if alike else set()
+    if not alike or len({near for near, _ in pairs}) < len(pairs):
+        raise UnsupportedError(
+            f"{fields.where}: {name!r} is {shown(listed)}; it must list {len(slides)} numbers of at least {low}, one "
+            "for all full layers and one for all sliding ones."
+        )
+    return {False: default, True: default} | dict(pairs)
+
+
+def _is_number(value: Any, low: int) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= low
 
 
 def rotating_layers(fields: Fields, listed: Any, layers: int) -> list[int]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context
@@ -70,25 +69,14 @@ def windowed_fields(fields: Fields, usual: dict[str, Any], suffix: str = "") -> 
     layers, rope = usual["num_hidden_layers"], usual["rope"]
     slides = decoder.sliding_layers(fields, [i % 4 != 0 for i in range(layers)])
     thetas = fields.take("layer_rope_theta", [rope.theta] * layers)
-    known = isinstance(thetas, list) and len(thetas) == layers and all(_is_theta(theta) for theta in thetas)
-    pairs = set(zip(slides, map(float, thetas), strict=True)) if known else set()
-    if not known or len({near for near, _ in pairs}) < len(pairs):
-        raise UnsupportedError(
-            f"{fields.where}: 'layer_rope_theta' must list {layers} numbers, one for all full layers and one for all "
-            "sliding ones; 0 means no rotation."
-        )
-    by_type = {False: rope.theta, True: rope.theta} | dict(pairs)
+    by_type = decoder.by_window(fields, "layer_rope_theta", thetas, slides, rope.theta)  # 0: no rotation
     return {
         "sinks": True,
         "sliding_window": fields.integer("sliding_window", 128),
-        "rope": replace(rope, theta=by_type[False] or rope.theta),
-        "local_rope": replace(rope, theta=by_type[True] or rope.theta),
+        "rope": replace(rope, theta=float(by_type[False] or rope.theta)),
+        "local_rope": replace(rope, theta=float(by_type[True] or rope.theta)),
         "layer_kinds": tuple(("sliding" if s else "full") + ("" if by_type[s] else "_nope") + suffix for s in slides),
     }
-
-
-def _is_theta(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def windowed_to_hf(config: WindowedConfig) -> dict[str, Any]:
