@@ -17,7 +17,6 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.apply import forward, hidden
 from fnmodels.inputs.audio import frame_rows
-from fnmodels.inputs.image_places import cells
 from fnmodels.inputs.image_sizes import TiledImage
 from fnmodels.inputs.images import patch_rows
 from fnmodels.inputs.mask import MaskLike
@@ -162,7 +161,7 @@ def _features(params: Tree, image: Tensor, family: Any, config: Any, kernel: Any
     x = run(weights, *batch, config=tower, taps=names, kernel=kernel)
     x, tapped = x if names else (x, {})
     features: tuple[Tensor, ...] = family.features_of(
-        params, x, tapped, cells(at, ids, family.cell_side(config)), config=config
+        params, x, tapped, family.cells(at, ids, family.cell_side(config)), config=config
     )
     return features
 

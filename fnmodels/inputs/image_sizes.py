@@ -159,6 +159,40 @@ def tiled(image: Tensor, side: int, canvases: Sequence[tuple[int, int]], *, how:
     return torch.cat((resize(image, (side, side), how=how)[None], cells))
 
 
+def whole_and_crops(
+    image: Tensor, side: int, crop: int, *, most: int, how: str = "bilinear"
+) -> tuple[Tensor, list[Tensor], int]:
+    """(the image [C, side, side], its crops [C, crop, crop] row by row, how many are in a row): Step 3.7's.
+
+    A picture longer than `side` is cut into windows of `crop` pixels, or of its shorter side where it is more than 4
+    times as long as wide, to whole numbers of which it is resized; a smaller one is cut into windows of its shorter
+    side where it is more than 1.5 times as long as wide. most: the longest side, to which pictures are shrunk. Narrow
+    strips are padded to squares. ValueError for an image that shrinks to nothing.
+    """
+    height, width = _sides(image)
+    if min(height, width) < 32 and max(height, width) > 4 * min(height, width):
+        image = F.pad(image, (0, max(height - width, 0), 0, max(width - height, 0)))
+        height = width = max(height, width)
+    if max(height, width) > most:
+        scale = most / max(height, width)
+        height, width = int(height * scale), int(width * scale)
+    short, long = min(height, width), max(height, width)
+    if not short:
+        raise ValueError(f"An image of {image.shape[1]} x {image.shape[2]} pixels is too narrow.")
+    whole = resize(resize(image, (height, width), how=how), (side, side), how=how)
+    window = (short if long / short > 1.5 else 0) if long <= side else crop if long / short <= 4 else min(short, crop)
+    if not window:
+        return whole, [], 0
+    down, right = (_whole_windows(length, window) for length in (height, width))
+    parts = [part for row in resize(image, (down, right), how=how).split(window, 1) for part in row.split(window, 2)]
+    return whole, [resize(part, (crop, crop), how=how) for part in parts], max(1, right // window)
+
+
+def _whole_windows(length: int, window: int) -> int:
+    """The length in whole windows: one more where more than a fifth of a window is left; a shorter one stays."""
+    return length if length < window else window * (length // window + (length % window > 0.2 * window))
+
+
 def without_padding(rows: int, columns: int, size: tuple[int, int]) -> tuple[slice, slice]:
     """The (rows, columns) of a canvas of features on which a picture of `size` (height, width) lies in the middle."""
     height, width = size

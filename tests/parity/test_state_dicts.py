@@ -57,7 +57,7 @@ def test_wrappers_in_memory(case: ImageCase) -> None:
     """By the names of files and by those that the model has in memory, experts in one tensor included."""
     model, wanted = case.reference(), tree.flatten(case.params())
     states = [wrappers.as_published(model, dict(revert_weight_conversion(model, model.state_dict())))]
-    states += [] if case.config.model_type == "kimi_k25" else [model.state_dict()]  # whose tower has q and k reordered
+    states += [] if case.config.model_type in REORDERED else [model.state_dict()]
     for state in states:
         params = tree.flatten(P.from_tensors(case.config, state.items()))
         assert params.keys() == wanted.keys()
@@ -89,7 +89,11 @@ def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path:
     assert P.load_pretrained(tmp_path / "ours")[0] == config
 
 
-@pytest.mark.parametrize("case", HEADLESS, ids=str)
+# Towers of these have the rows of q and k in another order in memory, of which the error says what to do.
+REORDERED = ("kimi_k25", "step3p7")
+
+
+@pytest.mark.parametrize("case", [case for case in HEADLESS if case.config.model_type not in REORDERED], ids=str)
 def test_wrappers_without_a_head_in_memory(case: ImageCase) -> None:
     """The state dict of transformers' class without a head, by the names that the model has in memory."""
     model, wanted = case.reference(), tree.flatten(case.params())

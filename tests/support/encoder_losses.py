@@ -16,7 +16,7 @@ import params as P
 import train
 from fnmodels import bart, bert, clip, flux, mpnet, t5, t5gemma, tree, vit, whisper
 from fnmodels.inputs import noise_keys
-from fnmodels.inputs.image_places import cells, image_places
+from fnmodels.inputs.image_places import image_places
 from fnmodels.models.common.registry import family_for, model_type_of
 from fnmodels.models.vision_language import (
     exaone4_5,
@@ -35,6 +35,7 @@ from fnmodels.models.vision_language import (
     qwen2_5_vl,
     qwen3_5,
     qwen3_vl,
+    step3p7,
 )
 from fnmodels.ops.dropout import Dropout
 from tests.fnmodels.models import (
@@ -54,6 +55,7 @@ from tests.fnmodels.models import (
     test_qwen2_5_vl,
     test_qwen3_5,
     test_qwen3_vl,
+    test_step3p7,
 )
 from tests.support import wrappers
 from tests.support.cases import generic_params
@@ -219,7 +221,7 @@ def image_features(params: Any, batch: dict[str, Tensor], config: Any, family: A
     x = run(weights, *fnmodels.prepare(tower, batch["patches"], **at), config=tower, taps=names)
     x, tapped = x if names else (x, {})
     found: tuple[Tensor, ...] = family.features_of(
-        params, x, tapped, cells(*at.values(), family.cell_side(config)), config=config
+        params, x, tapped, family.cells(*at.values(), family.cell_side(config)), config=config
     )
     return found
 
@@ -245,6 +247,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen2_5_vl": (qwen2_5_vl, test_qwen2_5_vl.VALUES),
     "qwen3_vl": (qwen3_vl, test_qwen3_vl.VALUES),
     "qwen3_5_images": (qwen3_5, test_qwen3_5.values_of("qwen3_5")),
+    "step3p7": (step3p7, test_step3p7.VARIANTS["step3p7"]),
 }
 
 
@@ -253,7 +256,7 @@ def reader_setting(name: str) -> Setting:
     family, values = READERS[name]
     config = family.Config.from_hf(values | {"text_config": values["text_config"] | {"vocab_size": 64}})
     square = family in (gemma3, llama4, llava, paligemma, pixel_shuffle)
-    side = {llava: 6, paligemma: 4}.get(family, 8)
+    side = {llava: 6, paligemma: 4, step3p7: 16}.get(family, 8)
     made = []
     for sizes in (((2, 3), (3, 2)), ((1, 4), (2, 2))):
         one, other = ((3, 3), (3, 3)) if square else sizes
@@ -269,7 +272,9 @@ def reader_setting(name: str) -> Setting:
             flat = [torch.randn(3, side, side, generator=torch.Generator().manual_seed(i)) for i in range(len(flat))]
         frames = getattr(config.vision, "frames", 1)
         flat = [image.repeat_interleave(frames, 0) for image in flat]
-        patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
+        patches, at, image_ids = fnmodels.inputs.patch_rows(
+            flat, config.vision, length=200 if family is step3p7 else 80
+        )
         positions = fnmodels.positions_from_segments(own)
         if hasattr(family, "image_positions"):
             grids = torch.tensor([(1, *grid) for grid in (one, other)])

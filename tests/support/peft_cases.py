@@ -39,7 +39,7 @@ from tests.support.oracle import model_of, params_of
 _MESSAGES = tuple(f"messages.{name}" for name in ("q", "k", "v", "mlp"))  # in a tensor of three dimensions
 CONCATENATED = ("q_conv", "k_conv", "v_conv", *_MESSAGES)
 # transformers has these in another order of rows: no adapter of theirs is read
-REORDERED = re.compile(r"vision\.layers\.\d+\.attention\.[qkv]_(proj|bias) .*\.wqkv\.")
+REORDERED = re.compile(r"vision\.layers\.\d+\.attention\.[qkv]_(proj|bias) .*\.(wqkv\.|attn\.in_proj_)")
 
 
 @dataclass(frozen=True, eq=False)

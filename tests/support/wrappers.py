@@ -262,17 +262,19 @@ def cell_logits(
     params: Any,
     *,
     reverse: bool = False,
+    length: int = 80,
 ) -> tuple[Tensor, Tensor]:
     """(logits [2, 60, V], segment ids) of a model whose features are cells: four documents, two in each row.
 
-    reverse: a planted bug, the patches of a cell, or with one patch the cells, in the opposite order.
+    length: of rows of patches. reverse: a planted bug, the patches of a cell, or with one patch the cells, in the
+    opposite order.
     """
     side = family.cell_side(config)
     texts, images = documents_with_grids(documents, image_token, side * config.vision.patch_size)
     tokens, segment_ids = rows_of((texts[:2], texts[2:]), 60)
     frames = getattr(config.vision, "frames", 1)
     flat = [image.repeat_interleave(frames, 0) for own in images for image in own]
-    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=80)
+    patches, at, image_ids = fnmodels.inputs.patch_rows(flat, config.vision, length=length)
     batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
     (weights, tower), run = (params["vision"], config.vision), fnmodels.forward
     if hasattr(family, "tower"):

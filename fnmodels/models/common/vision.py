@@ -25,7 +25,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, gated_mlp, plain_mlp
 from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.qkv import project_out, project_qkv
-from fnmodels.ops.rotary import apply_rotary, no_rotation
+from fnmodels.ops.rotary import apply_rotary, apply_rotary_interleaved, no_rotation
 from fnmodels.tree import Tree, flatten
 
 from .config_json import LAYERS_LIMIT, Fields
@@ -113,6 +113,11 @@ class VisionConfig:
     @property
     def channels_last(self) -> bool:
         """Whether the pixels of a patch are [p, p, C] and not [C, p, p]."""
+        return False
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether neighbors in a head rotate together, and not its halves."""
         return False
 
     @property
@@ -333,7 +338,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Any, k
     eps, weights, mlp = config.layer_norm_eps, layer["attention"], layer["mlp"]
     normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
     q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
-    q, k = apply_rotary(q, freqs), apply_rotary(k, freqs)
+    rotate = apply_rotary_interleaved if getattr(config, "interleaved", False) else apply_rotary
+    q, k = rotate(q, freqs), rotate(k, freqs)
     mixed = project_out(weights, ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5))
     scales = [layer.get(name) for name in ("attention_scale", "mlp_scale")]
     x = ctx.tap("middle", x + ctx.tap("attention", mixed if scales[0] is None else mixed * scales[0]))

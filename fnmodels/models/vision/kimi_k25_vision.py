@@ -12,15 +12,12 @@ from torch import Tensor
 
 from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
-from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.storage import StoredNames, fuse
-from fnmodels.models.common.vision import attention_masks, kinds, unembed  # noqa: F401
+from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
-from fnmodels.ops import apply_rotary_interleaved, plain_mlp, project_out, project_qkv
 from fnmodels.ops.dtypes import in_fp64
-from fnmodels.ops.norm import layer_norm
 from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
@@ -62,6 +59,11 @@ class Config(vision.VisionConfig):
     def special_tokens(self) -> int:
         """0: every token of an image is a patch."""
         return 0
+
+    @property
+    def interleaved(self) -> bool:
+        """Neighbors in a head rotate together."""
+        return True
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -135,16 +137,3 @@ def embed(params: Tree, inputs: Any, /, *, config: Config) -> Tensor:
     """x [B, S, D]: patches and their positions."""
     placed = position_table.table_positions(params["embed_positions"].flatten(0, 1), inputs)
     return vision.embed_patches(params, inputs, config=config) + placed
-
-
-@with_context
-def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
-    """One layer: x [B, S, D] -> x."""
-    eps, weights = config.layer_norm_eps, layer["attention"]
-    normed = layer_norm(x, layer["input_layernorm"], layer["input_layernorm_bias"], eps=eps)
-    q, k, v = project_qkv(weights, normed, head_dim=config.head_dim)
-    q, k = apply_rotary_interleaved(q, freqs), apply_rotary_interleaved(k, freqs)
-    mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
-    x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
-    normed = layer_norm(x, layer["post_attention_layernorm"], layer["post_attention_layernorm_bias"], eps=eps)
-    return x + ctx.tap("mlp", plain_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))

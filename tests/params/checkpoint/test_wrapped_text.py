@@ -41,7 +41,6 @@ WRAPPERS = {
     "ovis2": "qwen2",
     "pp_chart2table": "qwen2",
     "shieldgemma2": "gemma3_text",
-    "step3p7": "step3p5",
     "video_llama_3": "qwen2",
 }
 # Those whose text is read too, but of which this test makes no tiny model: why.

@@ -43,6 +43,11 @@ SETTINGS |= dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), (_QWEN, "qwen2_
 SETTINGS["glm4v"] = (_QWEN | {"size": {"shortest_edge": 128, "longest_edge": 1600}}, "glm4v")
 _TILED = {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}} | NORMAL
 SETTINGS["llava_next"] = (_TILED | {"image_grid_pinpoints": [[8, 16], [16, 8], [16, 16], [8, 24]]}, "llava_next")
+SETTINGS["step3p7"] = (
+    {"size": {"height": 32, "width": 32}, "patch_size": 16, "max_image_size": 512} | NORMAL,
+    "step3p7",
+)
+_CROPS = 3 * "<patch_start><img><patch_end>"
 # What stands for a picture of 20 x 44 pixels in a prompt: its placeholder, and the text with "i" for features.
 TEXTS = {
     "gemma3": ("[58]", "\n\n[58]" + 9 * "i" + "[59]\n\n"),
@@ -55,6 +60,7 @@ TEXTS = {
     "llava_next": ("i", 14 * "i"),
     "mistral3": ("i", "iii[IMG_BREAK]iii[IMG_END]"),
     "paligemma": ("i", 9 * "i"),
+    "step3p7": ("<img>", f"{_CROPS}<patch_newline>{_CROPS}<im_start>{4 * '<img>'}<im_end>"),
     **dict.fromkeys(("glm4v", "paddleocr_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"), ("i", 12 * "i")),
 }
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -94,7 +100,7 @@ def test_pixels_equal_transformers(case: ImageCase, tmp_path: Path) -> None:
     settings, name = SETTINGS[case.name]
     module = f"transformers.models.{name}.image_processing_pil_{name}"
     if importlib.util.find_spec(module) is None:
-        pytest.skip("Llama 4's processor is of torchvision alone; see tests/fnmodels/inputs/test_images.py.")
+        pytest.skip("a processor of torchvision alone: see tests/fnmodels/inputs/test_images.py and test_step3p7.py")
     file, pixels = picture(tmp_path)
     images, _ = reader_of(case, tmp_path).read(file)
     if case.name == "mistral3":  # its processor says how many pixels a cell has

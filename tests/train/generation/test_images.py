@@ -105,7 +105,7 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor], prompt:
         return test_llava_next.pixels(list(images))
     if case.name.startswith("paddleocr"):
         return case.tests.pixels(tokens, list(images))
-    if case.name.startswith(("kimi", "exaone", "muse")):
+    if case.name.startswith(("kimi", "exaone", "muse", "step")):
         return case.tests.pixels(list(images))
     if case.name.startswith("pixel_shuffle"):
         return wrappers.pixels_for(case.config)(images)
