@@ -49,7 +49,13 @@ _LAYER |= {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
 # Of published files: their names, and what they say that is so of this tower.
 _PUBLISHED = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
 _PUBLISHED |= {"ls_init_value": "layer_scale_init_value"}
-_FIXED = {"use_cls_token": False, "use_ln_pre": True, "use_ln_post": False, "use_abs_posemb": True, "use_rope2d": True}
+_FIXED: dict[str, Any] = {
+    "use_cls_token": False,
+    "use_ln_pre": True,
+    "use_ln_post": False,
+    "use_abs_posemb": True,
+    "use_rope2d": True,
+}
 _FIXED |= {"pool_type": "none", "output_dim": None}
 
 

@@ -51,7 +51,7 @@ TRAITS = Traits(
 )
 features_of = vision_language.features_by_config
 # What processors read: how many tokens a picture and a crop have.
-_PROCESSOR = ("image_token_len", "patch_token_len", "im_start_token", "im_end_token", "im_patch_token")
+_PROCESSOR: tuple[str, ...] = ("image_token_len", "patch_token_len", "im_start_token", "im_end_token", "im_patch_token")
 _PROCESSOR += ("use_im_start_end", "vision_select_layer")
 
 
