@@ -1,5 +1,6 @@
 """Step 3.7 with images equals transformers with every parameter perturbed; packed documents equal each alone."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 @functools.cache
 def _reference(name: str) -> Any:
-    config = AutoConfig.for_model(**VARIANTS[name])
+    config = AutoConfig.for_model(**copy.deepcopy(VARIANTS[name]))  # it removes types of the objects in it
     config._attn_implementation = "eager"
     config.text_config._experts_implementation = "eager"
     model = wrappers.perturbed(AutoModelForImageTextToText.from_config(config))
