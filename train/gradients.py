@@ -4,6 +4,7 @@ Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is w
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,8 +111,8 @@ def fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
     """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
     fresh = tree.map(Tensor.detach, params)
     leaves = list(itertools.compress(tree.leaves(fresh), trains))
-    for leaf in leaves:
-        leaf.requires_grad_()
+    for _ in map(Tensor.requires_grad_, leaves):
+        pass
     if not leaves:
         raise ValueError("No parameter is trainable: every floating-point parameter is frozen by the optimizer's spec.")
     return fresh, leaves
@@ -129,17 +130,18 @@ def _gradients(
     found: Sequence[Tensor | None] = [None] * len(leaves)
     if total.requires_grad:
         found = torch.autograd.grad(total, leaves, scale, allow_unused=True)
-    missing = [index for index, grad in enumerate(found) if grad is None]
+    missing = list(itertools.compress(itertools.count(), map(operator.is_, found, itertools.repeat(None))))
     if len(missing) == len(leaves) and count > 0:  # with no valid tokens the loss may be constant
         raise ValueError(
             "The loss does not depend on any trainable parameter: it must be computed from the params that the loss "
             "function is given, without no_grad or detach."
         )
-    unreached = frozenset[str]()
+    unreached: frozenset[str] = frozenset()
+    grads: list[Any] = list(found)
     if missing:
         trained = list(itertools.compress(tree.flatten(params), trains))
         unreached = frozenset(trained[index] for index in missing)
-    grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(leaves, found, strict=True)]
     taken = set(_places([*leaves, *(t for t in tree.leaves(batch) if isinstance(t, Tensor))]))
     sums = tree.map(Tensor.detach, aux[0]) if aux else None
     return total.detach(), count.detach(), sums, _own(grads, taken), unreached, outputs

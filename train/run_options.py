@@ -15,9 +15,10 @@ from fnmodels import tree
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.values import has_values, unwrapped
-from fnmodels.models.common.family import DecoderConfig, parsed
+from fnmodels.models.common.family import DecoderConfig, LayerKind, parsed
+from fnmodels.ops.attention.checks import layout_at_hand
 from fnmodels.ops.torch_internals import undisturbed
-from fnmodels.options import Block, Experts, ForwardOptions, Kernel, LayerFn
+from fnmodels.options import USUAL, Block, Experts, ForwardOptions, Kernel, LayerFn
 from fnmodels.tree import Tree
 
 SCORES = ("softmax", "sigmoid")
@@ -176,6 +177,8 @@ class RunOptions:
     ) -> tuple[Mapping[str, Tensor], ForwardOptions]:
         """(the rotary tables, the loss's options changed and completed by the run's): see `fnmodels.run_params.Run`."""
         self.note_reached()
+        if options is USUAL and self.blocks is PLAIN.blocks and self.ranks is PLAIN.ranks and _finds_layout(masks):
+            return freqs_cis, options
         ranks, passed = self.ranks, options.layout or self.blocks.layout
         return self._global_tables(config, inputs, freqs_cis), ForwardOptions(
             kernel=options.kernel if ranks.kernel is None else ranks.kernel(options.kernel),
@@ -232,6 +235,15 @@ class RunOptions:
 
 
 PLAIN = RunOptions()  # made here, since dynamo cannot make its nested defaults in a graph
+
+
+def _finds_layout(masks: Mapping[str, MaskLike]) -> bool:
+    """Whether the model itself finds the layout, as for its usual options: of rows of one document under one mask."""
+    mask = next(iter(masks.values()), None)
+    if type(mask) is not Mask or any(masks[kind] is not mask or LayerKind.parse(kind).indexed for kind in masks):
+        return False
+    layout = layout_at_hand(mask)
+    return layout is not None and layout.plain
 
 
 def readable_layout(masks: Mapping[str, MaskLike]) -> Layout | None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .nodes import Tree, node_fields
-from .paths import flatten
+from .paths import PLAIN, flatten
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -31,14 +31,15 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 
 # Both run over every parameter in every step. A tree alone cannot differ from another, and paths are only formatted for
-# an error. Entries of dicts that are tensors need no call of their own.
+# an error. Entries of dicts that are all tensors need no step of Python each.
 def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
-        entries = {}
-        for key, value in tree.items():
-            entries[key] = function(value) if isinstance(value, Tensor) else _map_one(function, value)
+        if PLAIN.issuperset(builtins.map(type, tree.values())):
+            entries = dict(zip(tree, builtins.map(function, tree.values()), strict=True))
+        else:
+            entries = {key: _map_one(function, value) for key, value in tree.items()}
         return tree.with_entries(entries) if hasattr(tree, "with_entries") else entries
     if isinstance(tree, list):
         return [_map_one(function, value) for value in tree]

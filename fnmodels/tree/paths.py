@@ -7,9 +7,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .nodes import Tree, node_fields
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter))  # the types of most leaves
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
@@ -67,11 +70,12 @@ def _collect(tree: Tree, into: list[Any]) -> None:
     if isinstance(tree, Tensor):
         into.append(tree)
     elif isinstance(tree, dict):
-        for value in tree.values():
-            if isinstance(value, Tensor):  # which needs no call of its own
-                into.append(value)
-            else:
-                _collect(value, into)
+        values = tree.values()
+        if PLAIN.issuperset(map(type, values)):
+            into.extend(values)
+            return
+        for value in values:
+            _collect(value, into)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             _collect(value, into)

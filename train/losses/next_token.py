@@ -16,6 +16,7 @@ from fnmodels.models.common.family import DecoderConfig, field_of, parsed, trait
 from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import USUAL, ForwardKwargs, ForwardOptions
+from fnmodels.preparation import prepare_again
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
@@ -173,11 +174,11 @@ def model_call(
     given = params if isinstance(params, RunParams) else RunParams(params, PLAIN)
     run = run_options(given)
     length = length if run.ranks.length is None else run.ranks.length(config, batch["positions"], length)
-    known = {name: batch.get(name) for name in ("positions", "segment_ids", "rng")}
+    known: Any = {name: batch.get(name) for name in ("positions", "segment_ids", "rng")} | {"length": length}
     if "image_features" in batch:
-        (inputs, masks, freqs_cis), options = _with_images(given, batch, whole, options, {**known, "length": length})
+        (inputs, masks, freqs_cis), options = _with_images(given, batch, whole, options, known)
     else:
-        inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **known, length=length)
+        inputs, masks, freqs_cis = prepare_again(config, batch["tokens"], **known)
     inputs |= {name: batch[name] for name in ("routing", "choices", "token_types", "preceding") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts

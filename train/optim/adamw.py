@@ -3,6 +3,7 @@
 from __future__ import annotations  # dynamo evaluates no `float | Tensor` where it traces an optimizer being made
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from .base import (
 )
 from .per_leaf import LeafState, TrainableLeaf, leafwise, leaves_of, zeros
 
+_dtype_of = operator.attrgetter("dtype")
 Lists = tuple[list[Tensor], ...]  # of one group: parameters, gradients, and each state
 
 
@@ -199,13 +201,10 @@ class _Group:
 
     def lists(self, grads: Sequence[Tensor | None]) -> tuple[Lists, list[tuple[Tensor, Tensor]]]:
         """((parameters, gradients, each state) of the leaves that have a gradient, [(tensor, the copy of it)])."""
-        given = [grads[index] for index in self.indices]
-        dtype = self.dtype
-        present = [
-            grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
-            for grad in given
-            if grad is not None
-        ]
+        given = list(map(grads.__getitem__, self.indices))
+        present = [grad for grad in given if grad is not None]
+        if {self.dtype} != set(map(_dtype_of, present)) or not all(map(Tensor.is_contiguous, present)):
+            present = [grad.to(self.dtype).contiguous() for grad in present]
         params, *states = self.tensors
         if len(present) == len(given) and self.contiguous:
             return (params, present, *states), []

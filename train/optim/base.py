@@ -12,6 +12,7 @@ an empty dict in `grads` keeps its state and gets no update.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -263,7 +264,7 @@ def global_norm(grads: Tree) -> Tensor:
 
 def list_norm(grads: Sequence[Tensor]) -> Tensor:
     """`global_norm` of a list, in one call where all are alike; not for vmap, which has no rule for it."""
-    kinds = {(grad.device, grad.dtype) for grad in grads}
+    kinds = set(map(operator.attrgetter("device", "dtype"), grads))
     if len(kinds) != 1:
         return global_norm(list(grads))
     ((_, dtype),) = kinds

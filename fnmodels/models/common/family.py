@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+import torch
 from torch import Tensor
 
 from fnmodels.models.common.config_json import ConfigJson
@@ -182,24 +183,28 @@ class LayerKind:
     @classmethod
     def parse(cls, name: str) -> "LayerKind":
         """The kind of this name. Words that it does not know belong to the family."""
-        kind = _PARSED.get(name)
-        if kind is None:
-            first, *words = name.split("_")
-            kind = _PARSED[name] = cls(
-                name,
-                attends=first,
-                rotates="nope" not in words,
-                routed="moe" in words,
-                first="first" in words,
-                source="_".join(w for w in name.split("_") if w not in _NOT_OF_SOURCE) if "reuse" in words else None,
-                shares_choice=first == "indexed" and "shared" in words,
-                joins="joins" in words,
-            )
-        return kind
+        if torch.compiler.is_compiling():  # which would guard that the memory has no such name
+            return cls._of(name)
+        if name not in _PARSED:
+            _PARSED[name] = cls._of(name)
+        return _PARSED[name]
+
+    @classmethod
+    def _of(cls, name: str) -> "LayerKind":
+        first, *words = name.split("_")
+        return cls(
+            name,
+            attends=first,
+            rotates="nope" not in words,
+            routed="moe" in words,
+            first="first" in words,
+            source="_".join(w for w in name.split("_") if w not in _NOT_OF_SOURCE) if "reuse" in words else None,
+            shares_choice=first == "indexed" and "shared" in words,
+            joins="joins" in words,
+        )
 
 
 _NOT_OF_SOURCE = ("reuse", "opens", "folds")  # the words of the ends of a stack with several streams too
-# A dictionary, because torch.compile does not see the memory of functools.cache.
 _PARSED: dict[str, LayerKind] = {}
 
 
