@@ -232,8 +232,8 @@ def _of_rows(functions: Any, config: Any, rows: int, length: int) -> _Rows | Non
     most = position_range(config)
     if not rows or not 0 < length <= _SHORT or (most is not None and length > most):  # of which each batch warns
         return None
-    segment_ids = torch.ones((1, 1), dtype=torch.long).expand(rows, length)
-    positions = torch.arange(length).expand(rows, length)
+    segment_ids = torch.ones((1, 1), dtype=torch.long, device="cpu").expand(rows, length)
+    positions = torch.arange(length, device="cpu").expand(rows, length)
     made = of_positions(config, positions, segment_ids, None, length)
     tensors = positions, segment_ids, *(leaf for leaf in tree.leaves(made) if isinstance(leaf, Tensor))
     return _Rows(positions, segment_ids, made, tensors, versions(tensors))

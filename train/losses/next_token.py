@@ -2,8 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -86,8 +85,7 @@ def next_token_loss(
     return found.added_to(total, count)
 
 
-@dataclass(frozen=True)
-class ModelStates:
+class ModelStates(NamedTuple):
     """The model's results for a batch, from which a loss is computed.
 
     x [B, S, D]: from `fnmodels.hidden`. masks, freqs_cis: from `fnmodels.prepare`. params: with the options of their
@@ -108,8 +106,7 @@ class ModelStates:
         return (total, count) if self.sums is None else (total, count, self.sums)
 
 
-@dataclass(frozen=True)
-class ModelCall:
+class ModelCall(NamedTuple):
     """A call of the model for a loss: the first seven arguments of `fnmodels.apply.hidden_states`, and its terms.
 
     run_params: the params with the options of their run, for further calls. terms: None without balance and aux.
