@@ -5,7 +5,7 @@ Gradients come from `torch.autograd.grad` on detached leaves, so no `.grad` is w
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.ops.dtypes import widest
 from fnmodels.tree import Tree
+from fnmodels.tree.mapping import filler
 from train.batch import Entries
 from train.loss import LossFn as LossFn
 from train.loss import caller
@@ -40,6 +41,33 @@ class Sums:
     outputs: list[Tree] = field(default_factory=list)
 
 
+@dataclass(frozen=True, eq=False)
+class Leaves:
+    """The leaves of params as a flat list, and what follows from their structure.
+
+    trains: whether each is trained. fill: makes a tree like params of other leaves.
+    """
+
+    tensors: list[Tensor]
+    trains: list[bool]
+    fill: Callable[[Iterator[Tensor]], Tree]
+
+    @classmethod
+    def of(cls, params: Tree, optimizer: Optimizer) -> "Leaves":
+        trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
+        return cls(tree.leaves(params), trains, filler(params))
+
+    def fresh(self) -> tuple[Tree, list[Tensor]]:
+        """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
+        detached = list(map(Tensor.detach, self.tensors))
+        trained = list(map(Tensor.requires_grad_, itertools.compress(detached, self.trains)))
+        if not trained:
+            raise ValueError(
+                "No parameter is trainable: every floating-point parameter is frozen by the optimizer's spec."
+            )
+        return self.fill(iter(detached)), trained
+
+
 def gradient_sums(
     loss_fn: LossFn, optimizer: Optimizer, *, remat: str = "none", compile: str = "none", counts: bool = False
 ) -> Callable[..., Sums]:
@@ -47,7 +75,7 @@ def gradient_sums(
 
     loss_fn, optimizer, remat, compile: as in `make_step`. counts: request the loss's aux with the experts' counts.
     Gradients are summed in fp32 at least. Arguments of the result: divide: a single microbatch's gradients are divided
-    by its count on the way; trains: for each leaf of params, whether it is trained, where that is known. ValueError
+    by its count on the way; leaves: those of params, where they are known. ValueError
     where no parameter is trainable, the loss does not depend on any, or the loss function returns another form.
     """
     loss = caller(loss_fn, remat=remat, compile=compile, counts=counts)
@@ -57,19 +85,20 @@ def gradient_sums(
         parts: Sequence[Entries],
         *,
         divide: bool = True,
-        trains: list[bool] | None = None,
+        leaves: Leaves | None = None,
     ) -> Sums:
-        if trains is None:
-            trains = tree.leaves(trainable_mask(params, optimizer.traits.trainable))
+        leaves = leaves or Leaves.of(params, optimizer)
         lone = divide and len(parts) == 1
         into: Sums | None = None
         for part in parts:
-            given, leaves = fresh(params, trains)
+            given, trained = leaves.fresh()
             entered = loss.entered(given)
             result = loss.function(entered, part)
             loss.check_reached(entered, given, part)
-            total, count, aux, grads, unreached, outputs = _gradients(result, leaves, params, trains, part, divide=lone)
-            del result, entered, given, leaves  # with what a graph may hold of activations
+            total, count, aux, grads, unreached, outputs = _gradients(
+                result, trained, params, leaves.trains, part, divide=lone
+            )
+            del result, entered, given, trained  # with what a graph may hold of activations
             if into is None:
                 wide = grads if lone else [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
                 into = Sums(total, count, aux, wide, lone, unreached, outputs)
@@ -105,17 +134,6 @@ def joined(held: Tree, found: Tree) -> Tree:
     if isinstance(held, dict) and isinstance(found, dict):
         return held | found | {name: joined(held[name], found[name]) for name in held.keys() & found.keys()}
     return tree.map(torch.add, held, found)
-
-
-def fresh(params: Tree, trains: list[bool]) -> tuple[Tree, list[Tensor]]:
-    """(params as leaves of a graph, those of them that are trained); ValueError where none is."""
-    fresh = tree.map(Tensor.detach, params)
-    leaves = list(itertools.compress(tree.leaves(fresh), trains))
-    for _ in map(Tensor.requires_grad_, leaves):
-        pass
-    if not leaves:
-        raise ValueError("No parameter is trainable: every floating-point parameter is frozen by the optimizer's spec.")
-    return fresh, leaves
 
 
 def _gradients(

@@ -14,7 +14,7 @@ from fnmodels import tree
 from fnmodels.ops.torch_internals import transformed
 from fnmodels.tree import Tree
 from train.batch import Batches
-from train.gradients import Metrics, Sums, valid_count
+from train.gradients import Leaves, Metrics, Sums, valid_count
 from train.losses.moe_balance import moved_biases
 from train.optim.base import (
     InPlace,
@@ -23,7 +23,6 @@ from train.optim.base import (
     clip_factor,
     is_unknown_or,
     list_norm,
-    trainable_mask,
     with_paths,
 )
 from train.state import State, consume
@@ -69,21 +68,21 @@ StepFunction = Callable[[State, Batches], tuple[State, Metrics]]
 class UpdatePlan:
     """Values computed once for a State and its optimizer, as long as the State has these very tensors.
 
-    trains: for each leaf of params, whether it is trained. run: the optimizer's update in place, bound to the State's
+    leaves: those of params. run: the optimizer's update in place, bound to the State's
     tensors; None: it has none. unchanged: whether params and opt_state have the entries which they had then.
     """
 
     params: Tree
     opt_state: Tree
-    trains: list[bool]
+    leaves: Leaves
     run: InPlace | None
     unchanged: Callable[[], bool]
 
     @classmethod
     def of(cls, optimizer: Optimizer, state: State) -> "UpdatePlan":
-        trains = tree.leaves(trainable_mask(state.params, optimizer.traits.trainable))
         run = None if optimizer.bind is None else optimizer.bind(state.opt_state, state.params)
-        return cls(state.params, state.opt_state, trains, run, tree.watch((state.params, state.opt_state)))
+        leaves = Leaves.of(state.params, optimizer)
+        return cls(state.params, state.opt_state, leaves, run, tree.watch((state.params, state.opt_state)))
 
     def is_of(self, state: State) -> bool:
         """Whether the State has these tensors, at these paths: a caller may replace entries of its dicts."""
@@ -157,8 +156,8 @@ def update(
     if balance_rate is not None:  # before any write, because it may raise
         counts = (sums.aux or {}).get("counts", loss.new_zeros(0))  # a pipeline stage without experts has none
         moved = biases_of(state.params, counts, balance_rate, skip)
-    values, every = iter(sums.grads), all(plan.trains)
-    grads = sums.grads if every else [next(values) if trains else None for trains in plan.trains]
+    values, trains = iter(sums.grads), plan.leaves.trains
+    grads = sums.grads if all(trains) else [next(values) if trained else None for trained in trains]
     after = _after(optimizer, plan, state, grads, skip, inplace)
     if moved:
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)

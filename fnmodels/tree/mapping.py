@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -51,6 +51,27 @@ def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
     if (fields := node_fields(tree)) is not None:
         return dataclasses.replace(tree, **{n: _map_one(function, getattr(tree, n)) for n in fields[0]})
     return function(tree)
+
+
+def filler(tree: Tree) -> Callable[[Iterator[Any]], Tree]:
+    """Makes a function that makes the same tree of other leaves, with a step of Python per container.
+
+    Args:
+        tree: The tree whose structure its results have.
+
+    Returns:
+        A function of an iterator over leaves, which takes as many as the tree has, in the order of `leaves`.
+    """
+    if isinstance(tree, dict) and not hasattr(tree, "with_entries"):
+        keys = tuple(tree)
+        if PLAIN.issuperset(builtins.map(type, tree.values())):
+            return lambda leaves: dict(zip(keys, leaves, strict=False))  # takes no leaf more than there are keys
+        parts = {key: filler(value) for key, value in tree.items()}
+        return lambda leaves: {key: part(leaves) for key, part in parts.items()}
+    if isinstance(tree, list):
+        entries = [filler(value) for value in tree]
+        return lambda leaves: [entry(leaves) for entry in entries]
+    return next if type(tree) in PLAIN else lambda leaves: map(lambda _: next(leaves), tree)
 
 
 def _map(function: Callable[..., Any], tree: Tree, rest: tuple[Tree, ...], path: tuple[Any, ...]) -> Tree:

@@ -76,7 +76,7 @@ def next_token_loss(
             params,
             found.x,
             batch["labels"],
-            config=text_config(config),
+            config=call.arguments[4],
             chunk=chunk,
             weights=batch.get("weights"),
             label_smoothing=label_smoothing,

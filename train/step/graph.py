@@ -6,6 +6,7 @@ step's functions: `train.update.update` with the optimizer's pure `update`.
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from fnmodels.ops.torch_compilation import gradient_graph, trace_errors, traces_
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import Batches, Entries, microbatches
-from train.gradients import LossFn, Metrics, Sums, checked_loss, fresh, gradient_sums, joined, valid_count
+from train.gradients import LossFn, Metrics, Sums, checked_loss, gradient_sums, joined, valid_count
 from train.loss import ModelLoss, caller, layout_of
 from train.optim.base import Optimizer, global_norm, trainable_mask
 from train.state import State, consume
@@ -136,7 +137,8 @@ def _write(state: State, after: State) -> None:
 def _gradients(loss: ModelLoss, params: Tree, trains: list[bool], part: Entries, *, lone: bool) -> Sums:
     """`Sums` of one microbatch. lone: divided by its count."""
     with torch.enable_grad():
-        given, leaves = fresh(params, trains)
+        given = tree.map(Tensor.detach, params)
+        leaves = [leaf.requires_grad_() for leaf in itertools.compress(tree.leaves(given), trains)]
         entered = RunParams(given if loss.params is None else loss.params(given), loss.options)
         total, count, *aux = checked_loss(loss.function(entered, part))
         value = total / valid_count(total, count).to(total.dtype) if lone else total

@@ -108,7 +108,7 @@ def make_step(
     def step(state: State, batch: Batches) -> tuple[State, Metrics]:
         refuse_transforms()
         plan = plans.of(state)
-        sums = sums_of(state.params, microbatches(batch, accumulate), trains=plan.trains)
+        sums = sums_of(state.params, microbatches(batch, accumulate), leaves=plan.leaves)
         after, metrics = update(
             optimizer, state, sums, plan=plan, clip=clip, inplace=inplace, balance_rate=balance_rate
         )
