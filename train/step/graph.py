@@ -6,7 +6,6 @@ step's functions: `train.update.update` with the optimizer's pure `update`.
 """
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +19,9 @@ from fnmodels.ops.torch_compilation import gradient_graph, trace_errors, traces_
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import Batches, Entries, microbatches
-from train.gradients import LossFn, Metrics, Sums, checked_loss, gradient_sums, joined, valid_count
+from train.gradients import Leaves, LossFn, Metrics, Sums, checked_loss, gradient_sums, joined, valid_count
 from train.loss import ModelLoss, caller, layout_of
-from train.optim.base import Optimizer, global_norm, trainable_mask
+from train.optim.base import Optimizer, global_norm
 from train.state import State, consume
 from train.update import (
     StepFunction,
@@ -103,17 +102,17 @@ def _step(
     parts: list[Entries],
 ) -> tuple[State | None, Metrics]:
     """(the next State, or None where it was written into these tensors; the metrics): what is traced."""
-    state, trains = State(count, params, opt_state), tree.leaves(trainable_mask(params, optimizer.traits.trainable))
+    state, leaves = State(count, params, opt_state), Leaves.of(params, optimizer)
     sums = None
     for part, layout in zip(parts, layouts, strict=True):
-        more = _gradients(loss.with_options(blocks={"layout": layout}), params, trains, part, lone=len(parts) == 1)
+        more = _gradients(loss.with_options(blocks={"layout": layout}), leaves, part, lone=len(parts) == 1)
         sums = more if sums is None else _added(sums, more)
     assert sums is not None
     after, metrics = update(
         optimizer,
         state,
         sums,
-        plan=UpdatePlan(params, opt_state, trains, None, lambda: True),
+        plan=UpdatePlan(params, opt_state, leaves, None, lambda: True),
         clip=options.clip,
         inplace=False,
         balance_rate=options.balance_rate,
@@ -134,16 +133,15 @@ def _write(state: State, after: State) -> None:
                 tensor.copy_(value)
 
 
-def _gradients(loss: ModelLoss, params: Tree, trains: list[bool], part: Entries, *, lone: bool) -> Sums:
+def _gradients(loss: ModelLoss, leaves: Leaves, part: Entries, *, lone: bool) -> Sums:
     """`Sums` of one microbatch. lone: divided by its count."""
     with torch.enable_grad():
-        given = tree.map(Tensor.detach, params)
-        leaves = [leaf.requires_grad_() for leaf in itertools.compress(tree.leaves(given), trains)]
+        given, trained = leaves.fresh()
         entered = RunParams(given if loss.params is None else loss.params(given), loss.options)
         total, count, *aux = checked_loss(loss.function(entered, part))
         value = total / valid_count(total, count).to(total.dtype) if lone else total
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
-    grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+        found = torch.autograd.grad(value, trained, allow_unused=True)
+    grads = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(trained, found, strict=True)]
     if not lone:
         grads = [grad.to(torch.promote_types(grad.dtype, torch.float32)) for grad in grads]
     return Sums(total.detach(), count, tree.map(Tensor.detach, aux[0]) if aux else None, grads, lone, frozenset(), [])
