@@ -263,6 +263,7 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
     """Requests that come while others run, greedy and drawn; weights that come later; refusals."""
     import params as P
     import train
+    from train.handover.buckets import buckets
     from train.integrations.verl.rollout import Server
 
     support("verl_flow").write_model("llama", tmp_path / "model")
@@ -280,9 +281,8 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has no weights yet"):
         asyncio.run(answers(server))
     for version, params in enumerate((first, second)):
-        tensors = list(P.export(config, params))
-        server.receive(tensors[:3], False, version)
-        server.receive(tensors[3:], True, version)
+        for bucket in buckets(P.export(config, params), 4096):
+            server.receive(bucket, version)
         found = asyncio.run(answers(server))
         wanted = train.generate(params, config, prompts, max_new=6, sampling=train.Sampling(temperature=0.0))
         assert [one.token_ids for one in found] == wanted.tokens

@@ -18,6 +18,7 @@ from tests.train.parallel.test_engine import placed_params
 from tests.train.parallel.test_stages import even
 from train import adamw, apply_deltas, deltas
 from train.engine import Engine
+from train.handover.buckets import buckets, received
 from train.optim.base import with_paths
 from train.parallel import Mesh
 
@@ -133,3 +134,16 @@ def test_over_a_mesh_exports_are_those_of_one_process(ranks: Ranks, name: str, m
     assert all(bool((joined[n] - t).abs().max() < 1e-6) for n, t in expected.items())
     held = sum(torch.tensor(elements).numel() for _, _, shards in found for _, elements, _ in shards.values())
     assert held < 1.7 * sum(map(Tensor.numel, expected.values()))
+
+
+def in_buckets(name: str, text: str) -> list[tuple[str, list[float]]]:
+    config, mesh = even(name), Mesh.parse(text)
+    engine = Engine(config, placed_params(config, mesh, generic_params(config)), None, mesh=mesh)
+    return [(name, tensor.tolist()) for name, tensor in received(buckets(engine.export(), 4096))]
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("llama_tied", "fsdp=2"), ("deepseek_v3", "ep=2")])
+def test_over_a_mesh_every_rank_has_the_same_buckets(ranks: Ranks, name: str, mesh: str) -> None:
+    config = even(name)
+    expected = [[name, tensor.tolist()] for name, tensor in P.export(config, generic_params(config))]
+    assert ranks(2)(in_buckets, name, mesh) == [expected, expected]

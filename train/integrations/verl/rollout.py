@@ -25,6 +25,7 @@ from train.generation.checks import check_request, learned_positions
 from train.generation.loops import serve
 from train.generation.requests import Request
 from train.generation.sampling import Sampling
+from train.handover.buckets import Bucket, as_stored, buckets, received
 
 from .routing import layers_of
 from .settings import DTYPES
@@ -87,7 +88,7 @@ class Server:
         self.config = P.load_config(folder, part="text")
         self.stop_ids = end_ids(Path(folder))
         self.weights: tuple[Any, int | None] | None = None  # and their version
-        self._arriving: dict[str, Tensor] = {}
+        self._arriving: list[Bucket] = []
         self._requests = Arrivals()
         threading.Thread(target=self._serve_forever, daemon=True).start()
 
@@ -173,12 +174,12 @@ class Server:
                     )
                 )
 
-    def receive(self, tensors: Iterable[tuple[str, Tensor]], last: bool, version: int | None) -> None:
-        """Some of a checkpoint's tensors; with the last of them the weights are replaced."""
-        dtype = DTYPES[self.settings.dtype]
-        self._arriving |= {name: tensor.to(dtype) for name, tensor in tensors}
-        if last:
-            self.weights, self._arriving = (P.from_tensors(self.config, self._arriving.items()), version), {}
+    def receive(self, bucket: Bucket, version: int | None) -> None:
+        """Some of a checkpoint's tensors; with the last bucket, if all have come, the weights are replaced."""
+        self._arriving.append(bucket)
+        if bucket.last:
+            arrived, self._arriving = self._arriving, []
+            self.weights = P.from_tensors(self.config, received(arrived)), version
             self._requests.closed = True
 
     def sleep(self) -> None:
@@ -208,15 +209,8 @@ class ServerAdapter(BaseRollout):
         if wire_format != "named_tensors":
             raise NotImplementedError(f"wire_format is {wire_format!r}; the rollout takes 'named_tensors'.")
         server, version = ray.get_actor(_actor_name(self.replica_rank)), more.get("global_steps")
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, tensor in weights:
-            bucket.append((name, tensor.detach().to("cpu", DTYPES[self.config.dtype], copy=True)))
-            size += bucket[-1][1].nbytes
-            if size >= BUCKET:
-                await server.receive.remote(bucket, False, version)
-                bucket, size = [], 0
-        await server.receive.remote(bucket, True, version)
+        for bucket in buckets(as_stored(weights, DTYPES[self.config.dtype]), BUCKET):
+            await server.receive.remote(bucket.to("cpu"), version)
 
     async def resume(self, tags: list[str]) -> None:
         """Nothing to do: weights come by `update_weights`, caches are made for each batch."""
