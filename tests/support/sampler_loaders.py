@@ -30,7 +30,7 @@ import params as P
 from fnmodels.models.vision_language import qwen2_5_vl
 from tests.support.cases import cases, generic_params
 from tests.support.pictured import VALUES
-from train.handover.buckets import buckets
+from train.handover.bucket import buckets
 
 FOLDER = Path(__file__).parents[1] / "train" / "handover"
 CASES = """

@@ -11,7 +11,7 @@ from fnmodels import tree
 from fnmodels.errors import MismatchError
 from tests.support.cases import cases, generic_params
 from train.engine import Engine
-from train.handover.buckets import Bucket, as_stored, buckets, changed, received
+from train.handover.bucket import Bucket, as_stored, buckets, changed, received
 
 CONFIGS = {case.name: case.config for case in cases()}
 

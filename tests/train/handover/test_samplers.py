@@ -14,7 +14,7 @@ from params import lora
 from tests.support.cases import generic_params
 from tests.support.sampler_loaders import configs
 from train.engine import Engine
-from train.handover.buckets import buckets
+from train.handover.bucket import buckets
 
 RECORDS = {
     sampler: json.loads(lzma.decompress((Path(__file__).parent / f"{sampler}.json.xz").read_bytes()))

@@ -263,7 +263,7 @@ def test_a_rollout_answers_as_generate_does(tmp_path: Path) -> None:
     """Requests that come while others run, greedy and drawn; weights that come later; refusals."""
     import params as P
     import train
-    from train.handover.buckets import buckets
+    from train.handover.bucket import buckets
     from train.integrations.verl.rollout import Server
 
     support("verl_flow").write_model("llama", tmp_path / "model")

@@ -18,7 +18,7 @@ from tests.train.parallel.test_engine import placed_params
 from tests.train.parallel.test_stages import even
 from train import adamw, apply_deltas, deltas
 from train.engine import Engine
-from train.handover.buckets import buckets, received
+from train.handover.bucket import buckets, received
 from train.optim.base import with_paths
 from train.parallel import Mesh
 

@@ -25,7 +25,7 @@ from train.generation.checks import check_request, learned_positions
 from train.generation.loops import serve
 from train.generation.requests import Request
 from train.generation.sampling import Sampling
-from train.handover.buckets import Bucket, as_stored, buckets, received
+from train.handover.bucket import Bucket, as_stored, buckets, received
 
 from .routing import layers_of
 from .settings import DTYPES
