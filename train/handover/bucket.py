@@ -56,11 +56,21 @@ class Bucket:
     checksum: str
 
     def to(self, device: torch.device | str) -> "Bucket":
-        """The bucket with its bytes on a device."""
+        """The bucket with its bytes on a device.
+
+        Args:
+            device: Where the bytes are to be.
+
+        Returns:
+            The bucket.
+        """
         return replace(self, data=self.data.to(device))
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The pairs (name, tensor), which share the bucket's memory.
+        """The tensors under their names.
+
+        Returns:
+            The pairs (name, tensor), which share the bucket's memory.
 
         Raises:
             MismatchError: The bucket differs from what was sent.
