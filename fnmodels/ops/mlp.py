@@ -66,8 +66,15 @@ def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: T
 
     tap: called with "mlp.pre", gate(x), and "mlp.neurons", what `down` reads, both [..., F].
     """
+    return acting_mlp(layer, x, act=functools.partial(glu, activation=activation), tap=tap)
+
+
+def acting_mlp(
+    layer: Mapping[str, Tensor], x: Tensor, *, act: Callable[[Tensor, Tensor], Tensor], tap: Tap = untapped
+) -> Tensor:
+    """`gated_mlp` with a function act(gate, up) of both projections, such as `clamped_glu`."""
     gate, up = linears(x, layer, ("gate", "up"))
-    neurons = tap("mlp.neurons", glu(tap("mlp.pre", gate), up, activation=activation))
+    neurons = tap("mlp.neurons", act(tap("mlp.pre", gate), up))
     return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 

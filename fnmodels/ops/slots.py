@@ -19,7 +19,9 @@ Entry = dict[str, Tensor]
 # The tensors of an entry that may be int8 with scales. An indexer's keys may not: rounding would change its choices.
 QUANTIZABLE = ("k", "v", "latent", "rope")
 # The tensors of an entry that are [B, C, ...]; others are [B, ...].
-SLOTTED = frozenset({*QUANTIZABLE, "index", "index_start", "places", *(f"{name}_scale" for name in QUANTIZABLE)})
+SLOTTED = frozenset(
+    {*QUANTIZABLE, "index", "index_gate", "index_start", "places", *(f"{name}_scale" for name in QUANTIZABLE)}
+)
 
 # The tensors of an entry that have a slot for each window of tokens, [B, C / ratio, ...]; see
 # `fnmodels.ops.attention.windows`. Beside them is what later windows read of the last tokens, [B, 2 ratio - 1, ...].

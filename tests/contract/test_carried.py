@@ -50,6 +50,8 @@ def test_there_are_cases() -> None:
     assert {case.config.model_type for case in CARRYING} == {
         "glm_moe_dsa",
         "hy_v4",
+        "glm5_next_text",
+        "glm5_next",
         "rwkv7",
         "zamba2",
         "mistral_large4",

@@ -18,7 +18,7 @@ from fnmodels.models.common.decoder import head
 from fnmodels.models.common.family import LayerKind, field_of
 from fnmodels.ops import norm
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.mlp import ACTIVATIONS, clamped_swiglu, limited_glu
+from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, clamped_swiglu, limited_glu
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.recurrent.token_shift import token_shift
 from tests.support.cases import (
@@ -159,6 +159,8 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
             if hasattr(config, "swiglu_alpha"):
                 how = {"alpha": config.swiglu_alpha, "limit": config.swiglu_limit}
                 neurons = clamped_swiglu(pre, F.linear(x, own["up_proj"]), **how)
+            if case.family == "glm5_next":
+                neurons = clamped_glu(pre, F.linear(x, own["up_proj"]), activation=act, limit=config.swiglu_limit)
             number = fnmodels.family_of(config).kinds(config)[index].rpartition("_")[2]
             if (limits := getattr(config, "limits", ())) and number.isdigit() and (limit := limits[int(number)][1]):
                 neurons = limited_glu(pre, F.linear(x, own["up_proj"]), activation=act, limit=limit)

@@ -48,6 +48,9 @@ OTHERS = {
     "deepseek_v4": ("input", "output", "attention.k", "attention.scores"),
     # the first two and the last as there; the indexer computes it again here, for its own choice
     "hy_v4": ("input", "output", "attention.scores", "q_a_layernorm"),
+    # between layers it has all rows of streams there; gated in the same module; gates are cut off
+    # first; a norm that a choice alone reads, without a gradient
+    "glm5_next": ("input", "output", "attention.norm", "mlp.pre", "indexer.k_norm"),
     # its rows are one dimension there; mixed to one by a module of their own there; gated in the same module
     "qwen4_exp": ("input", "output", "streams", "hidden", "attention.norm"),
     # one of both states there; it is multiplied later there; after a norm here

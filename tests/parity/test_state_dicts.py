@@ -20,7 +20,7 @@ from tests.support.oracle import assert_close, model_of, params_of
 
 # Published files have other tensors than transformers writes: see `as_published` of their variants.
 # And modules join the convolutions of q, k and v.
-JOINED = ("bailing_hybrid",)
+JOINED = ("bailing_hybrid", "glm5_next")
 RESHAPED = ("inkling2",)  # queries of messages have a dimension more in memory, which is refused
 OTHERS = ("kimi_linear", "olmo_hybrid", "longcat_flash")
 CASES = [case for case in richest(lambda case: case.family) if case.values and case.family not in OTHERS]

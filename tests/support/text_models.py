@@ -10,6 +10,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.glm5_next import configuration_glm5_next, modeling_glm5_next
 from transformers.models.mistral_large4 import configuration_mistral_large4, modeling_mistral_large4
 from transformers.models.muse_glimmer import configuration_muse_glimmer, modeling_muse_glimmer
 from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7
@@ -81,9 +82,30 @@ class Step3p5ForCausalLM(modeling_step3p7.Step3p7PreTrainedModel, GenerationMixi
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None, hidden_states=out.hidden_states)
 
 
+class Glm5NextForCausalLM(modeling_glm5_next.Glm5NextPreTrainedModel, GenerationMixin):
+    """GLM 5.3 Flash's text with the head of the whole model."""
+
+    config_class = configuration_glm5_next.Glm5NextTextConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = modeling_glm5_next.Glm5NextTextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **how: Any) -> CausalLMOutputWithPast:
+        keep = how.pop("logits_to_keep", 0)
+        out = self.model(input_ids=input_ids, **how)
+        logits = self.lm_head(out.last_hidden_state[:, -keep:] if keep else out.last_hidden_state)
+        size = self.config.vocab_size
+        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None, hidden_states=out.hidden_states)
+
+
 def register() -> None:
     """Makes `AutoModelForCausalLM` know them, and transformers the names in files of Step 3.5 and Mistral Large 4."""
-    for model in (MuseGlimmerForCausalLM, Step3p5ForCausalLM, MistralLarge4ForCausalLM):
+    for model in (MuseGlimmerForCausalLM, Step3p5ForCausalLM, MistralLarge4ForCausalLM, Glm5NextForCausalLM):
         AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
     names = get_checkpoint_conversion_mapping("step3p7")
     of_layers = [one for one in names if not one.source_patterns[0].startswith("^")]  # without prefixes of the wrapper

@@ -24,6 +24,11 @@ from fnmodels.ops.mla import query_latent
 from fnmodels.ops.slots import Entry
 from fnmodels.options import ForwardOptions
 
+NO_CHOICE = (
+    "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer that has an "
+    "indexer, or pass `choices` or `carried`."
+)
+
 
 class Layer(Protocol):
     """The members of a `Context` that the choice of keys reads, or records itself in."""
@@ -64,10 +69,7 @@ def chosen_keys(
     keys = keys_of(whole)
     if choices is None:
         if indexer_weights is None or k is None:
-            raise ValueError(
-                "This layer takes the choice of keys of an earlier one, which is not run here: begin at a layer "
-                "that has an indexer, or pass `choices` or `carried`."
-            )
+            raise ValueError(NO_CHOICE)
         choices = choose(indexer_weights, x, query_latent(weights, x), k, freqs, keys, indexer)
     if indexer_weights is not None:
         choices = layer.aux["chosen"] = layer.tap("choices", choices)

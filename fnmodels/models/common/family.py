@@ -108,6 +108,7 @@ CONFIG_DEFAULTS: dict[str, Any] = {
     "problem_type": "",  # what its labels are, see `common.heads.problem_of`
     "first_position": 0,  # the row of the position table that a document's first token reads
     "index_topk": 0,  # keys of a query in layers that choose them, see `is_indexed`
+    "index_least_keys": 0,  # of a row in which they choose; 0: more than index_topk
     # heads of keys that each make a choice of their own, one after the other in the layer's; 0: one choice for all
     "choice_heads": 0,
     "dropout": Dropout(),

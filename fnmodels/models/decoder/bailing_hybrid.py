@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.order import Segments
@@ -197,10 +196,8 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 def bounded_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
     """The heads [B, S, H, d] of x [B, S, D], each times the sigmoid of its gate."""
-    d, bound = config.linear_head_dim, config.kda_lower_bound
-    rate, f = upcast(weights["A_log"]).exp()[:, None], upcast(linear(x, weights["f_proj"])) + weights["dt_bias"]
-    f = split_heads(f, d)
-    g = -rate * elementwise(F.softplus, f) if bound is None else bound * elementwise(torch.sigmoid, rate * f)
+    d = config.linear_head_dim
+    g = delta.channel_decay(weights, linear(x, weights["f_proj"]), d, config.kda_lower_bound)
     return delta.kimi_delta(weights, x, mask, g, split_heads(linear(x, weights["z_proj"]), d), config, ctx)
 
 

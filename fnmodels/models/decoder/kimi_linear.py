@@ -8,11 +8,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.inputs.order import Segments
 from fnmodels.models.common import decoder, mla
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, merged, renamed
@@ -21,16 +19,12 @@ from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembe
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.layers import delta
 from fnmodels.models.common.spec import (
-    Leaf,
     decoder_leaves,
     latent_attention_leaves,
     layer_leaves,
-    weight,
 )
 from fnmodels.models.common.storage import Stored, TensorSlice
-from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm, split_heads, upcast
-from fnmodels.ops.invariant.rows import elementwise
-from fnmodels.ops.linear import linear
+from fnmodels.ops import Rope, gated_mlp, no_rotation, project_out, rms_norm
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -159,22 +153,11 @@ def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
 
     def layer(kind: LayerKind) -> Tree:
-        attention = _delta_leaves(config) if kind.ordered else latent_attention_leaves(config)
+        attention = delta.narrow_leaves(config) if kind.ordered else latent_attention_leaves(config)
         mlp = mixture.grouped_leaves(config, kind, selection_bias=True)
         return layer_leaves(config.hidden_size, attention, mlp)
 
     return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)])
-
-
-def _delta_leaves(config: Config) -> dict[str, Leaf]:
-    """Projections to q, k, v and strength b; through a narrow width those of the decay f and the output gate g."""
-    D, std, heads, d = config.hidden_size, config.initializer_range, config.linear_num_heads, config.linear_head_dim
-    sizes = {"q": (heads, d), "k": (heads, d), "v": (heads, d), "b": (heads, 1)}
-    leaves = delta.conv_leaves(D, config.linear_conv_kernel_dim, sizes, std)
-    for name in "fg":
-        leaves[f"{name}_a_proj"] = weight((d, D), ("linear_latent", "embed"), std)
-        leaves[f"{name}_b_proj"] = weight((heads * d, d), ("linear_heads", "linear_latent"), std, unit=d)
-    return leaves | delta.channel_decay_leaves(D, heads, d, std)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -184,7 +167,7 @@ def hf_names(config: Config) -> dict[str, Stored]:
     for index, kind in enumerate(parsed(config.layer_kinds)):
         ours, theirs = f"layers.{index}", f"model.layers.{index}"
         if kind.ordered:
-            names |= delta.separate_names(f"{ours}.attention", f"{theirs}.self_attn", _delta_leaves(config))
+            names |= delta.separate_names(f"{ours}.attention", f"{theirs}.self_attn", delta.narrow_leaves(config))
             A_log = TensorSlice(f"{theirs}.self_attn.A_log", 0, heads, heads, ones=(2, 1))
             names[f"{ours}.attention.A_log"] = A_log
         if kind.routed:
@@ -206,7 +189,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     eps, weights = config.rms_norm_eps, layer["attention"]
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     if LayerKind.parse(kind).ordered:
-        mixed = kimi_delta_attention(weights, normed, mask, config, ctx)
+        mixed = delta.narrow_kimi_delta(weights, normed, mask, config, ctx)
     else:
         widths = mla.latent_widths(config)
         scale = (widths.nope + widths.rope) ** -0.5
@@ -221,12 +204,3 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 def _unrotated(x: Tensor, freqs: Tensor) -> Tensor:
     return x
-
-
-def kimi_delta_attention(weights: Tree, x: Tensor, mask: Segments, config: Config, ctx: Context) -> Tensor:
-    """The heads [B, S, H, d] of x [B, S, D], each times the sigmoid of its gate."""
-    d = config.linear_head_dim
-    f = upcast(linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])) + weights["dt_bias"]
-    g = -upcast(weights["A_log"]).exp()[:, None] * split_heads(elementwise(F.softplus, f), d)
-    gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), d)
-    return delta.kimi_delta(weights, x, mask, g, gate, config, ctx)

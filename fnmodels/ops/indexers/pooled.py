@@ -9,7 +9,7 @@ last names are those of the first and the last block that a query sees, where it
 begin in the middle of a document. It has no gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from ..invariant.rows import pairwise_sum, rows_are_invariant
 from ..linear import linear
 from ..mla import Rotate
 from ..norm import rms_norm_zero_centered
-from .blocks import blocks_of, index_products, named_best
+from .blocks import Blocks, blocks_of, index_products, named_best
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,15 @@ class PooledIndexer:
         """The choice [B, Q, count + 2] of the queries of x [B, Q, D], the best first. read: `index` of all keys."""
         q = linear(x, weights["q_proj"]).unflatten(-1, (-1, read["index"].shape[-1]))
         q = self.rotate(rms_norm_zero_centered(q, weights["q_scale"], eps=self.eps), freqs["table"])
-        blocks, parts = blocks_of(keys, self.size), []
-        slots = blocks.slots.expand(x.shape[0], -1)
-        k = self._means(weights, read, slots, blocks.codes.shape[1])
-        for rows in pieces(q.shape[1], q.shape[0] * q.shape[2] * k.shape[1]):
-            allowed = keys.allowed(rows).expand(x.shape[0], -1, -1)
-            seen = torch.zeros(*allowed.shape[:2], k.shape[1], dtype=torch.int64, device=k.device)
-            seen = seen.scatter_add(-1, slots.unsqueeze(1).expand_as(allowed), allowed.long())
+        blocks = blocks_of(keys, self.size)
+        k = self._means(weights, read, blocks.slots.expand(x.shape[0], -1), blocks.codes.shape[1])
+
+        def scores(rows: slice) -> Tensor:
             products = index_products(q[:, rows], k).relu()
-            scores = pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)
-            best = named_best(scores.masked_fill(seen < self.size, -torch.inf).unsqueeze(2), blocks, self.count)
-            names = (blocks.codes % blocks.span).expand(x.shape[0], -1).unsqueeze(1).expand_as(seen)
-            ends = [
-                slots.unsqueeze(1).where(allowed, -1).amax(-1),
-                slots.unsqueeze(1).where(allowed, k.shape[1]).amin(-1),
-            ]
-            at = torch.stack(ends, -1)
-            inside = at.clamp(0, k.shape[1] - 1)
-            partly = (at == inside) & (seen.gather(-1, inside) < self.size) & (seen.gather(-1, inside) > 0)
-            partly[..., 1] &= at[..., 1] != at[..., 0]
-            parts.append(torch.cat((best, names.gather(-1, inside).where(partly, -1)), -1))
-        return torch.cat(parts, dim=1)
+            return pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)
+
+        heads = q.shape[0] * q.shape[2] * k.shape[1]
+        return named_pools(scores, heads, keys, blocks, self.count, self.size)
 
     def _means(self, weights: Mapping[str, Tensor], read: Entry, slots: Tensor, count: int) -> Tensor:
         """The keys [B, C, d] of the blocks; of those that are not complete, which nothing reads, any numbers."""
@@ -89,3 +77,28 @@ class PooledIndexer:
         tables = empty.scatter(1, at, start).unflatten(-1, (-1, 2))  # equal for all tokens of a block
         k = rms_norm_zero_centered(means, weights["k_scale"], eps=self.eps)
         return self.rotate(k.unsqueeze(-2), tables).squeeze(-2)
+
+
+def named_pools(
+    scores: Callable[[slice], Tensor], of_a_query: int, keys: Keys, blocks: Blocks, count: int, size: int
+) -> Tensor:
+    """The choice [B, Q, count + 2] by the scores [B, rows, C] of blocks, a function of a slice of the queries.
+
+    of_a_query: the products that it computes for one query of each row, by which queries are taken a few at a time.
+    """
+    parts = []
+    for rows in pieces(keys.q_segments.shape[1], of_a_query):
+        found, allowed = scores(rows), keys.allowed(rows)
+        allowed = allowed.expand(len(found), -1, -1)
+        slots = blocks.slots.expand(len(found), -1).unsqueeze(1)
+        seen = torch.zeros(found.shape, dtype=torch.int64, device=found.device)
+        seen = seen.scatter_add(-1, slots.expand_as(allowed), allowed.long())
+        best = named_best(found.masked_fill(seen < size, -torch.inf).unsqueeze(2), blocks, count)
+        names = (blocks.codes % blocks.span).expand(len(found), -1).unsqueeze(1).expand_as(seen)
+        ends = [slots.where(allowed, -1).amax(-1), slots.where(allowed, seen.shape[-1]).amin(-1)]
+        at = torch.stack(ends, -1)
+        inside = at.clamp(0, seen.shape[-1] - 1)
+        partly = (at == inside) & (seen.gather(-1, inside) < size) & (seen.gather(-1, inside) > 0)
+        partly[..., 1] &= at[..., 1] != at[..., 0]
+        parts.append(torch.cat((best, names.gather(-1, inside).where(partly, -1)), -1))
+    return torch.cat(parts, dim=1)

@@ -82,6 +82,10 @@ BORDERS = [
     # streams that are not mixed, and choices, cross a border together
     ("hy_v4", "pp=2,tp=2", {"sequence": True}, 2),
     ("hy_v4", "pp=2,cp=2", {"split": (2, 1)}, 2),
+    # streams that are mixed, and choices of blocks of keys
+    ("glm5_next", "pp=2,tp=2", {"split": (2, 1), "sequence": True}, 2),
+    ("glm5_next", "pp=2,cp=2", {"split": (2, 1)}, 2),
+    ("glm5_next", "pp=2,ep=2", {"split": (2, 1)}, 2),
     ("gemma4_e", "pp=4", {"schedule": "1F1B"}, 4),
     ("gemma4_e", "pp=2", {"schedule": "ZBVZeroBubble"}, 4),
     ("gemma4_e", "pp=2", {"schedule": "InterleavedZeroBubble"}, 4),

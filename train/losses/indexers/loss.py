@@ -88,7 +88,8 @@ def _check(
     if not (own := own_choices(family.kinds(config))):
         raise ValueError(f"indexer_loss is for models whose attention chooses its keys; {config.model_type} does not.")
     flat = tree.flatten(family.spec(config))
-    if any(f"layers.{i}.attention.indexer.{leaf}" not in flat for i in own for leaf in ("k_proj", "weights_proj")):
+    of_keys = all(f"layers.{i}.attention.indexer.{leaf}" in flat for i in own for leaf in ("k_proj", "weights_proj"))
+    if not of_keys or any(path.endswith(".indexer.pool_gate") for path in flat):
         raise ValueError(
             f"indexer_loss trains indexers that score single keys, and layers of a {config.model_type} choose blocks "
             "or windows of keys, whose indexers have no such loss yet."

@@ -92,4 +92,4 @@ def _keys_of_a_query(config: Any, inputs: Any, keys: int) -> int:
     if replay is not None:
         return int(replay.shape[-1])
     count: int = field_of(config, "index_topk")
-    return count if count < keys else 0
+    return count if keys >= (field_of(config, "index_least_keys") or count + 1) else 0

@@ -86,6 +86,18 @@ def channel_decay_leaves(width: int, heads: int, head_dim: int, std: float) -> d
     }
 
 
+def narrow_leaves(config: Any) -> dict[str, Leaf]:
+    """Parameters of `narrow_kimi_delta`: projections to q, k, v and strength b of the heads, and through a width of
+    one head those of the decay f and of the output gate g."""
+    D, std, heads, d = config.hidden_size, config.initializer_range, config.linear_num_heads, config.linear_head_dim
+    sizes = {"q": (heads, d), "k": (heads, d), "v": (heads, d), "b": (heads, 1)}
+    leaves = conv_leaves(D, config.linear_conv_kernel_dim, sizes, std)
+    for name in "fg":
+        leaves[f"{name}_a_proj"] = weight((d, D), ("linear_latent", "embed"), std)
+        leaves[f"{name}_b_proj"] = weight((heads * d, d), ("linear_heads", "linear_latent"), std, unit=d)
+    return leaves | channel_decay_leaves(D, heads, d, std)
+
+
 def separate_names(ours: str, theirs: str, leaves: Iterable[str]) -> dict[str, str]:
     """{path: name on disk} of such leaves at `ours`, in families whose files fuse none of the projections."""
     own = {"z_proj": "g_proj.weight", "norm": "o_norm.weight", "A_log": "A_log", "dt_bias": "dt_bias"}
@@ -153,6 +165,24 @@ def kimi_delta(
     beta, d = elementwise(torch.sigmoid, linear(x, weights["b_proj"])), config.linear_head_dim
     o = delta_mixer(weights, x, mask, decay, beta, widths=(d, d), activation=config.hidden_act, ctx=ctx)
     return norm_then_sigmoid(o, gate, weights["norm"], eps=config.rms_norm_eps)
+
+
+def narrow_kimi_delta(
+    weights: Tree, x: Tensor, mask: Segments, config: Any, ctx: Context, *, bound: float | None = None
+) -> Tensor:
+    """`kimi_delta` on x [B, S, D] whose decay and gate come through a narrow width. bound: see `channel_decay`."""
+    f = linear(linear(x, weights["f_a_proj"]), weights["f_b_proj"])
+    gate = split_heads(linear(linear(x, weights["g_a_proj"]), weights["g_b_proj"]), config.linear_head_dim)
+    return kimi_delta(weights, x, mask, channel_decay(weights, f, config.linear_head_dim, bound), gate, config, ctx)
+
+
+def channel_decay(weights: Tree, f: Tensor, head_dim: int, bound: float | None = None) -> Tensor:
+    """The logarithm [B, S, H, d] of the decay of each key channel, of its projection f [B, S, H d].
+
+    bound: the least of them, by a sigmoid; None: there is none.
+    """
+    rate, f = upcast(weights["A_log"]).exp()[:, None], split_heads(upcast(f) + weights["dt_bias"], head_dim)
+    return -rate * elementwise(F.softplus, f) if bound is None else bound * elementwise(torch.sigmoid, rate * f)
 
 
 def gated_delta_net(

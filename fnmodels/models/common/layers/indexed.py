@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common.config_json import Fields, shown
@@ -60,7 +61,7 @@ def indexer_types(fields: Fields, layers: int) -> list[str]:
     return [letters[letter] for letter in pattern]
 
 
-def indexer_leaves(config: IndexedConfig) -> dict[str, Leaf]:
+def indexer_leaves(config: Any) -> dict[str, Leaf]:
     """Parameters of `fnmodels.ops.indexer`; every process of tensor parallelism has all heads, to choose alike."""
     width, heads, std = config.index_head_dim, config.index_n_heads, config.initializer_range
     leaves = {
