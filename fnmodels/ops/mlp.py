@@ -66,7 +66,9 @@ def gated_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: T
 
     tap: called with "mlp.pre", gate(x), and "mlp.neurons", what `down` reads, both [..., F].
     """
-    return acting_mlp(layer, x, act=functools.partial(glu, activation=activation), tap=tap)
+    gate, up = linears(x, layer, ("gate", "up"))
+    neurons = tap("mlp.neurons", glu(tap("mlp.pre", gate), up, activation=activation))
+    return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 
 def acting_mlp(
