@@ -56,6 +56,7 @@ _THEIR_MISTAKES = {
         ("opt", "xglm", "biogpt", "openai-gpt", "bloom", "mpt"), ("packed",)
     ),  # their masks do not separate documents
     "minimax_m3_vl_text": ("padded", "packed", "shifted"),  # it counts blocks along the row
+    **dict.fromkeys(("glm5_next", "glm5_next_text"), ("shifted",)),  # it counts pools along the row
     "gpt_oss": ("packed",),  # its masks do not separate documents
     "llama4": ("packed", "shifted"),  # its temperature depends on the index in the row, not on the position
     "llama4_text": ("packed", "shifted"),

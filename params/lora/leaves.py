@@ -19,7 +19,7 @@ from params.sharding import sharding_of
 
 from .nodes import Lora, Replaced, TwoUses, base_of
 
-# 2-D leaves that are added, convolved or multiplied in another dtype
+# 2-D leaves that are added, convolved, multiplied in another dtype, or of no module in transformers
 _OTHER_MATRICES = (
     "embed_positions",
     "embed_types",
@@ -32,6 +32,7 @@ _OTHER_MATRICES = (
     "_hyper.fn",
     "fold.fn",
     "compressor.bias",
+    "pool_gate",
     "attention.o_a",
 )
 

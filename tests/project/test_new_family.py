@@ -92,6 +92,7 @@ OWN = (
     "rwkv7",
     "mistral_large4",
     "inkling2",
+    "glm5_next",
 )
 
 

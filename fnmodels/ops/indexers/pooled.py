@@ -89,12 +89,12 @@ def named_pools(
     parts = []
     for rows in pieces(keys.q_segments.shape[1], of_a_query):
         found, allowed = scores(rows), keys.allowed(rows)
-        allowed = allowed.expand(len(found), -1, -1)
-        slots = blocks.slots.expand(len(found), -1).unsqueeze(1)
+        allowed = allowed.expand(found.shape[0], -1, -1)
+        slots = blocks.slots.expand(found.shape[0], -1).unsqueeze(1)
         seen = torch.zeros(found.shape, dtype=torch.int64, device=found.device)
         seen = seen.scatter_add(-1, slots.expand_as(allowed), allowed.long())
         best = named_best(found.masked_fill(seen < size, -torch.inf).unsqueeze(2), blocks, count)
-        names = (blocks.codes % blocks.span).expand(len(found), -1).unsqueeze(1).expand_as(seen)
+        names = (blocks.codes % blocks.span).expand(found.shape[0], -1).unsqueeze(1).expand_as(seen)
         ends = [slots.where(allowed, -1).amax(-1), slots.where(allowed, seen.shape[-1]).amin(-1)]
         at = torch.stack(ends, -1)
         inside = at.clamp(0, seen.shape[-1] - 1)
