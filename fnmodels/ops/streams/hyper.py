@@ -118,6 +118,8 @@ def fold(weights: Mapping[str, Tensor], x: Tensor, how: HyperConnection) -> Tens
 
 def mean(x: Tensor) -> Tensor:
     """The mean of streams [B, S, n, D], [B, S, D]; what has no streams is returned as it is."""
+    if x.ndim == 4 and rows_are_invariant():
+        return (pairwise_sum(upcast(x), -2) / x.shape[-2]).to(x.dtype)
     return x.mean(-2) if x.ndim == 4 else x
 
 
