@@ -5,12 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support.cases import Case, cases, layer_structures, representatives, subject_of, with_kernels
+from tests.support.cases import Case, cases, layer_structures, parts, representatives, subject_of, with_kernels
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
-CHECKS = (
-    testing.check_inputs_unchanged,  # B9
-    testing.check_permutation,  # B5
+CHECKS = (  # of masks and positions, which each family makes
     testing.check_padding,  # B6
     testing.check_causality,  # B10
 )
@@ -19,11 +17,21 @@ SLOW_CHECKS = (
     testing.check_microbatches,  # B3; for every structure in test_kernels.py, row by row
     testing.check_empty_rows,  # P4; for every structure in test_packing.py
 )  # each runs the model many times
+CHECKS_OF_PARTS = (  # of operations
+    testing.check_inputs_unchanged,  # B9
+    testing.check_permutation,  # B5
+)
 
 
 @with_kernels(layer_structures())
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
+    check(subject_of(case, kernel))
+
+
+@with_kernels(parts())
+@pytest.mark.parametrize("check", CHECKS_OF_PARTS, ids=lambda check: check.__name__)
+def test_check_of_parts(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
@@ -54,4 +62,4 @@ def test_every_public_check_is_run() -> None:
         testing.check_packing_of_a_cut_document,
         testing.check_per_sample_gradients,
     }
-    assert {*CHECKS, *SLOW_CHECKS} | others == set(testing.CHECKS)
+    assert {*CHECKS, *CHECKS_OF_PARTS, *SLOW_CHECKS} | others == set(testing.CHECKS)

@@ -44,6 +44,7 @@ class Writer:
         read: what a reader finds there, to be compared; raises what a user would see where there is nothing.
         recovers: whether `params.recover` finishes it after a kill.
         disposable: whether it may be lost, as what can be computed again.
+        changes: whether it differs from a writer before it by what a version changes of the older one alone.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Writer:
     read: Callable[[Path], Any]
     recovers: bool = False
     disposable: bool = False
+    changes: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -217,17 +219,17 @@ def _read_table(folder: Path) -> Any:
 
 WRITERS = (
     Writer("a model", **model()),
-    Writer("a model of another config", **model(_other_config)),
+    Writer("a model of another config", **model(_other_config), changes=True),
     Writer("a model in shards", **model(shards=lambda number: "8KB")),
-    Writer("a model that becomes shards", **model(shards=lambda number: "8KB" if number == 2 else "5GB")),
-    Writer("shards that become a model", **model(shards=lambda number: "8KB" if number == 1 else "5GB")),
+    Writer("a model that becomes shards", **model(shards=lambda number: "8KB" if number == 2 else "5GB"), changes=True),
+    Writer("shards that become a model", **model(shards=lambda number: "8KB" if number == 1 else "5GB"), changes=True),
     Writer("adapters", **adapters()),
-    Writer("adapters of another rank", **adapters(lambda number: 1 + number)),
+    Writer("adapters of another rank", **adapters(lambda number: 1 + number), changes=True),
     Writer("an embedder", **embedder()),
-    Writer("an embedder of other layers", **embedder(lambda number: 1 + number % 2)),
+    Writer("an embedder of other layers", **embedder(lambda number: 1 + number % 2), changes=True),
     Writer("a converted GGUF file", _convert, _read_converted, recovers=True),
     Writer("a step", **steps(None)),
-    Writer("a step that removes older ones", **steps(1)),
+    Writer("a step that removes older ones", **steps(1), changes=True),
     Writer("rows of metrics", _rows, _read_rows),
     Writer("JSON of a run", _write_json, _read_json),
     Writer("a cached file", _write_cache, _read_cache, disposable=True),

@@ -1,6 +1,7 @@
 """Planted bugs that the comparison detects: wrongly converted weights, slightly changed maths."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,24 @@ from fnmodels.inputs.rules import Tokens
 from fnmodels.ops import rotary
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.norm import rms_norm
-from tests.support.cases import Case, cases, richest, seed_of, structures, tokens_of
+from tests.support.cases import Case, block_of, cases, richest, seed_of, structure, structures, tokens_of
+from tests.support.naming import fewest
 from tests.support.oracle import assert_close, logits_of, model_of, params_of
 
 WITH_REFERENCE = [case for case in structures() if case.values is not None]
-ONE_PER_TYPE = [case for case in richest(lambda case: case.config.model_type) if case.values is not None]
+
+
+def _with_every_tensor() -> list[Case]:
+    """Of each block few model types, with all names and kinds of layers of the others between them: its code is one."""
+    blocks: dict[Any, dict[Case, set[str]]] = {}
+    for case in richest(lambda case: case.config.model_type):
+        if case.values is not None:
+            _, kinds, names, looks_back = structure(case)
+            blocks.setdefault((block_of(case), looks_back), {})[case] = {*kinds, *names}
+    return [case for parts in blocks.values() for case in fewest(parts)]
+
+
+TENSORS = _with_every_tensor()
 
 
 def _interleaved(weight: Tensor, head_dim: int) -> Tensor:
@@ -35,7 +49,7 @@ def _fails(case: Case, params: object, theirs: Tensor, tokens: Tensor) -> bool:
     return False
 
 
-@pytest.mark.parametrize("case", ONE_PER_TYPE, ids=str)
+@pytest.mark.parametrize("case", TENSORS, ids=str)
 def test_every_tensor_counts(case: Case) -> None:
     """A 2% change of any single tensor changes the logits, so no tensor has a value that hides its use."""
     tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))

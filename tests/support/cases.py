@@ -302,6 +302,22 @@ def representatives() -> tuple[Case, ...]:
     return tuple(map(short, dict.fromkeys((llama, *covering(), *richest(attention_of)))))
 
 
+def parts_of(case: Case) -> set[str]:
+    """The kinds of its layers, the names of its parameters and its `attention_of`: what the code of a block reads."""
+    _, kinds, names, _ = structure(case)
+    return {*map(_code_of, kinds), *names, attention_of(case)}
+
+
+@functools.cache
+def parts() -> tuple[Case, ...]:
+    """Few variants, of any family, with the `parts_of` all variants between them, and the plain Llama; cut short.
+
+    For tests of what wrappers, taps and transforms do to operations, whichever family has them.
+    """
+    few = fewest({case: parts_of(case) for case in cases()})
+    return tuple(map(short, dict.fromkeys((*(case for case in cases() if case.name == "llama"), *few))))
+
+
 @functools.cache
 def covering_blocks() -> dict[Case, tuple[str, ...]]:
     """The kinds of layers in `covering` with a mixer, a mask or names of parameters that no kind before them has."""
@@ -465,13 +481,25 @@ KERNELS = ("math", "sdpa", "auto")
 SUBLAYERS = ("mamba", "attention", "mlp")
 
 
-@functools.cache
 def supports(case: Case, kernel: str) -> bool:
-    """Whether a kernel can express the model; if not, it must say so and name one that can. "math" and "auto" can."""
+    """Whether a kernel can express the model; if not, it must say so and name one that can. "math" and "auto" can.
+
+    Tried once per `attention_of`: a kernel is given nothing else of a model.
+    """
     if kernel in ("math", "auto"):
         return True
     if kernel == "blocks":  # a choice of keys is no rule; tests/contract/test_choices.py has what it says
         return not own_choices(fnmodels.family_of(case.config).kinds(case.config))
+    key = attention_of(case), kernel
+    if key not in _SUPPORTED:
+        _SUPPORTED[key] = _is_expressed(case, kernel)
+    return _SUPPORTED[key]
+
+
+_SUPPORTED: dict[tuple[str, str], bool] = {}
+
+
+def _is_expressed(case: Case, kernel: str) -> bool:
     try:
         batch_of(case.config, segments((2, 1))).forward(generic_params(case.config), kernel=kernel)
     except ValueError as error:

@@ -10,13 +10,13 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.backends.debugging import aot_eager
 from torch.func import grad
 
 import fnmodels
 import train
 from fnmodels import llama, tree
 from tests.support.cases import Case, causal, covering, generic_params, is_ordered, is_routed, shortest
+from tests.support.traced import without_generated_code
 from train import optim
 from train.checkpoint import saved_steps
 from train.optim.schedules import warmup_stable_decay
@@ -60,18 +60,9 @@ IN_BF16 = ("master", "rounded")
 
 
 @pytest.fixture
-def graphs(monkeypatch):
-    """Counts the graphs in a list, and runs their operations one by one."""
-    compiled, torch_compile = [], torch.compile
-
-    def backend(module, inputs, **options):
-        compiled.append(module)
-        return aot_eager(module, inputs)
-
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch_compile, backend=backend))
-    yield compiled
-    torch._dynamo.reset()
+def graphs():
+    with without_generated_code() as compiled:
+        yield compiled
 
 
 def run(step, state, batches=BATCHES):

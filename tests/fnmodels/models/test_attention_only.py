@@ -11,6 +11,7 @@ import params as P
 import train
 from fnmodels import llama, tree
 from tests.support.cases import batch_of, generic_params, off, segments
+from tests.support.traced import without_generated_code
 
 WIDE = llama.Config(
     vocab_size=61,
@@ -47,7 +48,9 @@ def test_it_trains() -> None:
         optimizer = train.adamw(1e-2)
         step = train.make_step(functools.partial(train.next_token_loss, config=CONFIG), optimizer, compile=how)
         state, losses = train.init_state(P.init(CONFIG, 0), optimizer), []
-        for _ in range(20):
-            state, metrics = step(state, given)
-            losses.append(float(metrics["loss"]))
+        with without_generated_code() as graphs:
+            for _ in range(20):
+                state, metrics = step(state, given)
+                losses.append(float(metrics["loss"]))
+        assert bool(graphs) == (how == "block")
         assert losses[-1] < losses[0] - 0.5

@@ -24,7 +24,7 @@ from fnmodels.ops import dtypes
 from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.rotary import Rope, query_temperature, rotary_table
 from tests.contract.test_fp64 import EVERY
-from tests.support.cases import Case, batch_of, cases, causal, generic_params, richest, segments, short
+from tests.support.cases import Case, batch_of, cases, causal, generic_params, representatives, richest, segments, short
 from tests.support.encoder_losses import optimizer_of, weights_of
 
 CPU = torch.device("cpu")
@@ -78,10 +78,8 @@ def fake_batch_of(config: Any) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "positions": positions, "segment_ids": tokens + 1, "labels": tokens}
 
 
-every_family = pytest.mark.parametrize("case", [short(case) for case in richest()], ids=str)
-
-
-@every_family
+# Fake tensors take half a second per model: they show what the operations and the devices of tables do.
+@pytest.mark.parametrize("case", representatives(), ids=str)
 @pytest.mark.usefixtures("without_fp64")
 def test_a_forward_pass_asks_for_no_fp64(case: Case) -> None:
     config = case.config
@@ -117,6 +115,15 @@ def test_a_step_of_encoders_towers_pairs_sounds_and_flows_asks_for_no_fp64(name:
     with RefusesFp64(CPU):
         _, metrics = train.make_step(loss, optimizer)(train.init_state(params, optimizer), batch)
     assert metrics["finite"]
+
+
+@pytest.mark.parametrize("case", [short(case) for case in richest()], ids=str)
+@pytest.mark.usefixtures("cpu_without_fp64")
+def test_a_forward_pass_of_every_family_asks_for_no_fp64(case: Case) -> None:
+    batch, params = batch_of(case.config, segments((4, 2), (5, -1))), generic_params(case.config)
+    with torch.no_grad(), RefusesFp64(CPU):
+        logits = batch.forward(params)
+    assert logits[batch.valid].isfinite().all()
 
 
 @pytest.mark.parametrize("case", [short(case) for case in richest() if causal(case)], ids=str)
