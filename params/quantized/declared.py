@@ -115,7 +115,7 @@ class Quantization:
         """Endings of the names of all parts that a weight may have, but for codes that have the weight's name."""
         every = {form for forms in (self.forms, *self.modules.values()) for form in forms}
         named = {part.ending for form in every for part, _, _ in form.parts()}
-        return frozenset(named.union(*({form.state, *form.beside} for form in every)) - {""})
+        return frozenset(named.union(*(form.descriptions for form in every)) - {""})
 
     @property
     def summary(self) -> str:

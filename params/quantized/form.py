@@ -128,7 +128,8 @@ class Form:
     the matrix of all elements that the parts lie over; 0: that of the weight, -1: all elements are one row. whole: the
     codes can only be decoded at once. turned: the weight is [in, out].
     dtype: of the dequantized weight; None: that of the scales. state: the ending of a tensor that describes the weight.
-    beside: endings of tensors that say nothing more.
+    beside: endings of tensors that say nothing of the values. repeated: endings of tensors that say again what the form
+    is, each with the integers that it must hold.
     """
 
     name: str
@@ -151,6 +152,13 @@ class Form:
     dtype: torch.dtype | None = None
     state: str = ""
     beside: tuple[str, ...] = ()
+    repeated: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def descriptions(self) -> tuple[str, ...]:
+        """Endings of the tensors that a weight may have besides its parts."""
+        named = (self.state, *self.beside, *(ending for ending, _ in self.repeated))
+        return tuple(ending for ending in named if ending)
 
     def parts(self) -> Iterator[tuple[Part, tuple[Axis, ...], tuple[Axis, ...]]]:
         """Each part with the axes that lead from the weight's rows and columns to its entries."""

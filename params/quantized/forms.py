@@ -179,15 +179,13 @@ def row_int8() -> Form:
     """bitsandbytes' LLM.int8 (arXiv 2208.07339): the largest magnitude of each row is 127."""
     scales = Part("SCB", (torch.float32,), EACH, ALL, check="not negative")
     codes = Part("weight", (torch.int8,))
-    return Form(
-        "int8 by row", codes, scales, weight="weight", factor=1 / 127, dtype=torch.bfloat16, beside=("weight_format",)
-    )
+    layout = (("weight_format", (0,)),)  # 1 to 3 are those of kernels: col32, col_turing, col_ampere
+    return Form("int8 by row", codes, scales, weight="weight", factor=1 / 127, dtype=torch.bfloat16, repeated=layout)
 
 
 _HQQ_BESIDE = (
-    *("nbits", "group_size", "axis", "packing", "unpack_view_dtype", "view_as_float", "quant_scale", "quant_zero"),
-    *("compute_dtype", "offload_meta", "encoded_state_dict", "stores_quant_config", "channel_wise", "optimize"),
-    "round_zero",
+    *("unpack_view_dtype", "view_as_float", "compute_dtype", "offload_meta", "encoded_state_dict"),
+    *("stores_quant_config", "channel_wise", "optimize", "round_zero"),
 )
 
 
@@ -201,6 +199,9 @@ def hqq(bits: int, width: int, *, by_row: bool) -> Form:
     over = (EACH, ALL) if by_row else (ALL, EACH)
     scales = Part("scale", SCALES, *over, check="finite")
     zeros = Part("zero", SCALES, *over, check="finite")
+    packing = f"{bits}bit_{'32' if bits == 3 else 'u8'}"
+    settings = {"nbits": (bits,), "axis": (int(by_row),), "quant_scale": (0,), "quant_zero": (0,)}
+    settings |= {"group_size": (width,)} if width else {}
     return Form(
         f"hqq of {bits} bits",
         codes,
@@ -211,6 +212,7 @@ def hqq(bits: int, width: int, *, by_row: bool) -> Form:
         whole=True,
         state="shape",
         beside=_HQQ_BESIDE,
+        repeated=(*settings.items(), ("packing", tuple(packing.encode()))),
     )
 
 

@@ -21,6 +21,7 @@ from fnmodels.models.common.config_json import QUANTIZATION, Fields, shown
 from params.io.files import read_json
 
 from . import forms
+from .auto_round import AUTO_ROUND, auto_round
 from .declared import Declaration, Described, Quantization, declared_dtype, shape_of
 from .form import Form
 from .schemes import compressed_tensors, modelopt, quark
@@ -82,11 +83,16 @@ def read_method(value: Any, where: str, values: Mapping[str, Any]) -> Quantizati
     return replace(METHODS[name](inner, name), dtype=declared_dtype(values))
 
 
+_LOADED_IN = frozenset(("load_in_4bit", "load_in_8bit"))
+
+
 def _name(inner: Fields) -> str:
-    """The method's name; that of MLX and of modelopt's older exports, which have none, by their fields."""
+    """The method's name; of MLX and of older files of modelopt and bitsandbytes, which have none, by the fields."""
     method = inner.take("quant_method", None)
     if method is None and ("quant_algo" in inner.values or isinstance(inner.values.get("quantization"), Mapping)):
         return "modelopt"
+    if method is None and inner.values.keys() >= _LOADED_IN:  # transformers of 2023
+        return "bitsandbytes"
     if method is None and {"group_size", "bits"} <= inner.values.keys() and isinstance(inner.values["bits"], int):
         return "mlx"
     if method is None:
@@ -99,7 +105,7 @@ def _name(inner: Fields) -> str:
 # Settings of quantizers and of kernels, without effect on what the files mean.
 _GPTQ = """
     act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset disable_exllama exllama_config lm_head max_input_length meta model_file_base_name
+    dataset disable_exllama exllama_config hyb_act lm_head max_input_length meta model_file_base_name
     model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize pad_token_id
     quantizer static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama
 """
@@ -107,12 +113,6 @@ _AWQ = "desc_act do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
 _BNB = """
     bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_use_double_quant
     llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules llm_int8_threshold
-"""
-_AUTO_ROUND = """
-    act_bits act_data_type act_dynamic act_group_size act_sym amp autoround_version batch_size block_name_to_quantize
-    dataset enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters
-    low_gpu_mem_usage lr minmax_lr nsamples quant_block_list quant_lm_head scale_dtype seqlen super_bits
-    super_group_size sym to_quant_block_names train_bs enable_alg_ext supported_types static_kv_dtype provider
 """
 
 
@@ -175,7 +175,7 @@ def _gptq(inner: Fields, method: str) -> Quantization:
     overrides = inner.take("dynamic", {})
     if not isinstance(overrides, Mapping) or not all(isinstance(entry, Mapping) for entry in overrides.values()):
         raise ConfigError(f"{inner.where}: 'dynamic' is {shown(overrides)}, but must map patterns to settings.")
-    quantizer = _AUTO_ROUND.split() if inner.read["autoround_version"] is not None else []
+    quantizer = AUTO_ROUND.split() if inner.read["autoround_version"] is not None else []
     inner.finish(ignored=(*_GPTQ.split(), *quantizer))
     settings = {(bits, group)}
     for pattern, override in overrides.items():
@@ -190,43 +190,19 @@ def _gptq(inner: Fields, method: str) -> Quantization:
 
 def _awq(inner: Fields, method: str) -> Quantization:
     bits_of(inner, "bits", 4)
-    group, version = group_of(inner), inner.choice("version", ("gemm", "GEMM", "gemv", "GEMV"), "gemm").lower()
-    inner.expect("format", version)
+    group, names = group_of(inner), ("version", "format", "checkpoint_format")  # the last two are GPTQModel's
+    versions = {inner.choice(name, ("gemm", "GEMM", "gemv", "GEMV"), "gemm").lower() for name in names
+                if inner.take(name, None) is not None} or {"gemm"}  # fmt: skip
+    if len(versions) > 1:
+        values = ", ".join(sorted(versions))
+        raise ConfigError(f"{inner.where}: two of {', '.join(map(repr, names))} disagree: {values}.")
+    (version,) = versions
+    inner.expect("pack_dtype", "int32")
     inner.expect("zero_point", True)
     if inner.take("backend", "") == "llm-awq":
         raise UnsupportedError(f"{inner.where}: 'backend' is \"llm-awq\", whose files have another layout than gemm.")
     inner.finish(ignored=(*_GPTQ.split(), *_AWQ.split(), *MODULES))
     return Quantization(method, (forms.awq_gemm(group) if version == "gemm" else forms.awq_gemv(group),))
-
-
-def _auto_round(inner: Fields, method: str) -> Quantization:
-    """GPTQ's or AWQ's layout under a name of its own; zeros are stored less 1 where the layout is called auto_gptq."""
-    layouts = ("auto_round:auto_gptq", "auto_round:gptqmodel", "auto_round", "auto_round:auto_awq")
-    layout = inner.choice("packing_format", layouts, "auto_round:auto_gptq")
-    inner.expect("data_type", "int")
-    base = (bits_of(inner, "bits", 2, 3, 4, 8), group_of(inner))
-    extra = inner.take("extra_config", {})
-    if not isinstance(extra, Mapping) or not all(isinstance(entry, Mapping) for entry in extra.values()):
-        raise ConfigError(f"{inner.where}: 'extra_config' is {shown(extra)}, but must map modules to settings.")
-    inner.finish(ignored=(*_AUTO_ROUND.split(), *MODULES))
-
-    def form(where: Fields, bits: int, group: int) -> Form:
-        if not layout.endswith("awq"):
-            return forms.gptq(bits, group, zero_offset=int(layout.endswith("auto_gptq")))
-        if bits != 4:
-            raise UnsupportedError(f"{where.where}: 'bits' is {bits}; in {layout} supported is 4.")
-        return forms.awq_gemm(group)
-
-    settings = {base: inner}
-    for module, override in extra.items():
-        defaults = {"bits": base[0], "group_size": base[1] or -1}
-        each = Fields(defaults | dict(override), f"{inner.where}, extra_config, {module}")
-        if each.values["bits"] is None or each.values["bits"] in (16, 32):  # not quantized
-            continue
-        each.expect("data_type", "int")
-        settings.setdefault((bits_of(each, "bits", 2, 3, 4, 8), group_of(each)), each)
-        each.finish(ignored=_AUTO_ROUND.split())
-    return Quantization(method, tuple(form(where, *each) for each, where in settings.items()))
 
 
 def _bitsandbytes(inner: Fields, method: str) -> Quantization:
@@ -338,7 +314,7 @@ def _bitnet(inner: Fields, method: str) -> Quantization:
 
 
 METHODS: dict[str, Read] = {
-    "auto-round": _auto_round,
+    "auto-round": auto_round,
     "awq": _awq,
     "bitnet": _bitnet,
     "bitsandbytes": _bitsandbytes,
@@ -347,7 +323,7 @@ METHODS: dict[str, Read] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "hqq": _hqq,
-    "intel/auto-round": _auto_round,
+    "intel/auto-round": auto_round,
     "metal": _mlx,
     "mlx": _mlx,
     "modelopt": modelopt,

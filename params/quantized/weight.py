@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
 
 WORDS = (torch.bfloat16, torch.float16, torch.float32)  # that files may hold codes of bytes in
+_DESCRIPTION = 64  # integers of a tensor that says again what the form is; the longest one is the name of a packing
 CHUNK = 1 << 18  # elements dequantized at a time, few enough to stay in cache; ten bytes of temporary memory for each
 
 Located = tuple[TensorFile, TensorEntry]
@@ -71,7 +73,7 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
         candidates = [
             attempt
             for described in quantization.candidates(name, found, buffer)
-            if (attempt := _attempt(name, entry, described, found, quantization)) is not None
+            if (attempt := _attempt(name, entry, described, found, quantization, buffer)) is not None
         ]
         if not candidates:
             continue
@@ -82,9 +84,9 @@ def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tenso
         if weight.name != name and weight.name in found:
             wrong = [*wrong, f"{name!r} in {file.path.name}: {weight.name!r} is there as well, and only one is meant"]
         faults += wrong
-        for ending in (*weight.parts, weight.form.state, *weight.form.beside):
+        for ending in (*weight.parts, *weight.form.descriptions):
             paired.pop(weight.stem + ending, None)
-        beside = (weight.stem + ending for ending in (weight.form.state, *weight.form.beside) if ending)
+        beside = (weight.stem + ending for ending in weight.form.descriptions)
         module = weight.module.removesuffix(".")
         names = [*beside, *(module + ending for ending in quantization.ignored)]
         located = {name.removeprefix(weight.module): found[name] for name in names if name in found}
@@ -128,6 +130,7 @@ def _attempt(
     described: Described,
     located: Mapping[str, Located],
     quantization: Quantization,
+    buffer: Tensor,
 ) -> tuple[QuantizedWeight, list[str]] | None:
     """The weight that a tensor is the codes of in this form and what is wrong with it; None: it is no such tensor."""
     form, shape = described.form, described.shape
@@ -176,10 +179,32 @@ def _attempt(
     missing += [repr(stem + form.state)] if form.state and stem + form.state not in located else []
     if missing:
         faults.append(f"{where}: {_name(entry.dtype)} in {form.name}, but missing are {', '.join(missing)}")
+    faults += _contradictions(form, stem, located, buffer)
     rows, columns = shape
     full = (*lead, columns, rows) if form.turned else (*lead, rows, columns)
     dtype, declaration = _dtype(form, parts, quantization), quantization.declaration
     return QuantizedWeight(stem + form.weight, full, dtype, form, parts, numbers, shapes, {}, declaration), faults
+
+
+def _contradictions(form: Form, stem: str, located: Mapping[str, Located], buffer: Tensor) -> Iterator[str]:
+    """What is wrong with the tensors that say again what the form is: one that says something else."""
+    for ending, integers in form.repeated:
+        if stem + ending not in located:
+            continue
+        file, entry = located[stem + ending]
+        count = math.prod(entry.shape)
+        held = read_tensor(file, entry, None, buffer).flatten().tolist() if count <= _DESCRIPTION else []
+        if tuple(held) != integers:
+            found = _spoken(held) if held else f"{count:,} numbers"
+            yield f"{stem + ending!r} in {file.path.name}: expected {_spoken(integers)} in {form.name}, found {found}"
+
+
+def _spoken(numbers: Iterable[float]) -> str:
+    """The numbers of a tensor for a message; several that are letters as the text."""
+    listed = list(numbers)
+    if len(listed) > 1 and all(number in range(32, 127) for number in listed):
+        return repr("".join(chr(int(number)) for number in listed))
+    return ", ".join(f"{number:g}" for number in listed)
 
 
 def _dtype(form: Form, parts: Mapping[str, Located], quantization: Quantization) -> torch.dtype:

@@ -291,6 +291,7 @@ def test_what_does_not_fit_is_named(fault: str, tmp_path: Path) -> None:
 
 W8A8 = compressed("int-quantized", num_bits=8)
 QUARK = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int"}
 UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
     "bits": (GPTQ | {"bits": 5}, P.UnsupportedError, "'bits' is 5; supported are 2, 3, 4, 8"),
     "no bits": ({"quant_method": "gptq", "group_size": 32}, P.ConfigError, "has no 'bits'"),
@@ -299,6 +300,18 @@ UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
     "two formats": (GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"}, P.ConfigError, "disagree"),
     "modules apart": (GPTQ | {"dynamic": {"+:.*": {"bits": 5}}}, P.UnsupportedError, "dynamic, .*'bits' is 5"),
     "gemv": (AWQ | {"version": "gemv_fast"}, P.UnsupportedError, "'version' is \"gemv_fast\"; supported are gemm"),
+    "two versions": (AWQ | {"version": "gemv", "checkpoint_format": "gemm"}, P.ConfigError, "disagree: gemm, gemv"),
+    "no format of words": (AWQ | {"pack_dtype": "int16"}, P.UnsupportedError, "'pack_dtype' is \"int16\"; only"),
+    "a backend for other files": (
+        AUTO_ROUND | {"backend": "auto_round:marlin"},
+        P.UnsupportedError,
+        "'backend' is \"auto_round:marlin\"; supported are auto_round",
+    ),
+    "two layouts": (
+        AUTO_ROUND | {"backend": "auto_round:awq:gemm", "packing_format": "auto_round:auto_gptq"},
+        P.ConfigError,
+        "'backend' and 'packing_format' disagree",
+    ),
     "llm-awq": (AWQ | {"backend": "llm-awq"}, P.UnsupportedError, "another layout than gemm"),
     "unheard of": (AWQ | {"rotated": True}, P.ConfigError, "rotated = true"),
     "no groups": (W8A8 | {"config_groups": {}}, P.ConfigError, "'config_groups' is {}"),
