@@ -127,7 +127,8 @@ def read_config(
         _check_tokens(reading)
         named = to_hf(with_lm_head(config)).get("architectures")
         classes = traits_of(family_of(config)).classes
-        heads = [head for head in traits_of(family_of(config)).heads if head in DECODER_HEADS]
+        alone = text_config(config) is config  # a model that sees or hears has the head of its own class alone
+        heads = [head for head in traits_of(family_of(config)).heads if head in DECODER_HEADS and alone]
         _check_architectures(reading, named and [*named, *filter(None, [classes.get(str(model_type))])], heads)
     except CheckpointError as error:
         raise type(error)(f"{file}: {error}") from None

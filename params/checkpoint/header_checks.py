@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.config_json import QUANTIZATION, ConfigJson, IgnoreFields
+from fnmodels.models.common.bookkeeping import QUANTIZATION
+from fnmodels.models.common.config_json import ConfigJson, IgnoreFields
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import disk_names

@@ -13,7 +13,7 @@ from fnmodels.models.common.config_json import ConfigJson
 from .blocks import dequantized
 from .header import GgufFile
 from .metadata import Metadata, decoder_fields
-from .rotary_factors import ROPE_FACTORS, llama3_scaling
+from .rotary_factors import LONG_FACTORS, ROPE_FACTORS, llama3_scaling
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -110,7 +110,15 @@ class Architecture:
 
 
 def _factors(file: GgufFile, fields: ConfigJson, metadata: Metadata) -> ConfigJson:
-    """{"rope_scaling": Llama 3's rule} of a file that divides frequencies by its factors."""
+    """{"rope_scaling": the rule} of a file that divides frequencies by its factors: Llama 3's, or those of longrope."""
+    declared: ConfigJson = fields.get("rope_scaling", {})
+    if declared.get("rope_type") == "longrope":
+        if not (lists := long_factors(file)):
+            raise UnsupportedError(
+                f"{file.path}: '{metadata.architecture}.rope.scaling.type' is 'longrope', and the file has no tensors "
+                f"{' and '.join(map(repr, LONG_FACTORS.values()))}, which it needs."
+            )
+        return {"rope_scaling": declared | lists}
     if ROPE_FACTORS not in file.tensors:
         return {}
     scaling = llama3_scaling(tensor_of(file, ROPE_FACTORS), fields["rope_theta"], metadata.head_dim)
@@ -119,6 +127,17 @@ def _factors(file: GgufFile, fields: ConfigJson, metadata: Metadata) -> ConfigJs
             f"{file.path}: the tensor {ROPE_FACTORS!r} divides the frequencies by other factors than Llama 3's rule."
         )
     return {"rope_scaling": scaling}
+
+
+def long_factors(file: GgufFile) -> ConfigJson:
+    """The lists of factors of a longrope, {} of a file without any. UnsupportedError for one of both."""
+    factors = {name: tensor for name, tensor in LONG_FACTORS.items() if tensor in file.tensors}
+    if len(factors) == 1:
+        (there,) = factors.values()
+        (absent,) = set(LONG_FACTORS.values()) - {there}
+        raise UnsupportedError(f"{file.path}: the tensor {there!r} is there without {absent!r}.")
+    # A float32 in its shortest decimal form, as config.json has it.
+    return {name: [float(str(one)) for one in tensor_of(file, tensor).numpy()] for name, tensor in factors.items()}
 
 
 def tensor_of(file: GgufFile, name: str) -> Tensor:

@@ -8,10 +8,9 @@ from torch import Tensor
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson
 
-from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, tensor_of
+from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, long_factors
 from .header import GgufFile
 from .metadata import Metadata, rope_scaling
-from .rotary_factors import LONG_FACTORS
 
 _GEMMA = {
     **LAYER,
@@ -58,16 +57,9 @@ def _phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
         "sliding_window": metadata.count("attention.sliding_window") or None,
         **partial_rotary(metadata, file),
     }
-    factors = {name: tensor for name, tensor in LONG_FACTORS.items() if tensor in file.tensors}
     metadata.take("rope.scaling.attn_factor")  # that of the rule
-    if not factors:
-        return fields
-    if len(factors) < len(LONG_FACTORS):
-        raise UnsupportedError(f"{file.path}: factors of long contexts are there without those of short ones.")
-    lists = {
-        name: [float(str(factor)) for factor in tensor_of(file, tensor).numpy()] for name, tensor in factors.items()
-    }
-    return fields | {"rope_scaling": {"type": "longrope", **lists}}
+    lists = long_factors(file)
+    return fields | ({"rope_scaling": {"type": "longrope", **lists}} if lists else {})
 
 
 def _gemma2(metadata: Metadata, file: GgufFile) -> ConfigJson:

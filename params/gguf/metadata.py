@@ -175,6 +175,17 @@ def rope_scaling(metadata: Metadata) -> ConfigJson:
     kind = metadata.take("rope.scaling.type", "none")
     if kind == "none":
         return {}
+    if kind == "longrope":  # llama.cpp divides by this factor too, and multiplies by 1 where a file has no other number
+        metadata.expect("rope.scaling.factor", 1.0)
+        original = metadata.integer("rope.scaling.original_context_length", metadata.integer("context_length"))
+        scale = metadata.number("rope.scaling.attn_factor", 1.0)
+        return {
+            "rope_scaling": {
+                "rope_type": kind,
+                "original_max_position_embeddings": original,
+                "attention_factor": scale,
+            }
+        }
     values: ConfigJson = {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     if kind == "yarn":
         values["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
@@ -185,6 +196,7 @@ def rope_scaling(metadata: Metadata) -> ConfigJson:
             values |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * multiplier, 6))
     elif kind != "linear":
         raise UnsupportedError(
-            f"{metadata.path}: '{metadata.architecture}.rope.scaling.type' is {kind!r}; none, linear and yarn are read."
+            f"{metadata.path}: '{metadata.architecture}.rope.scaling.type' is {kind!r}; "
+            "none, linear, yarn and longrope are read."
         )
     return {"rope_scaling": values}

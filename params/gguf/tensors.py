@@ -13,7 +13,8 @@ from .blocks import dequantized
 from .header import GgufFile
 from .rotary_factors import LONG_FACTORS, ROPE_FACTORS
 
-_IN_CONFIG = (ROPE_FACTORS, *LONG_FACTORS.values())  # tensors that became fields of config.json
+# {rope_type: the tensors that became fields of config.json}
+_IN_CONFIG = {"llama3": (ROPE_FACTORS,), "longrope": tuple(LONG_FACTORS.values())}
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,11 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
     layer_names = {**architecture.layer, **architecture.sized(values)}
     order = {name.removesuffix(".weight"): i for i, name in enumerate(layer_names)}
+    scaling = values.get("rope_scaling") or {}
+    in_config = _IN_CONFIG.get(str(scaling.get("rope_type", scaling.get("type"))), ())
     found: dict[str, Stored] = {}
     for name in sorted(file.tensors, key=lambda name: order.get(_split(name)[1], -1)):
-        if name in _IN_CONFIG:
+        if name in in_config:
             continue
         tensor = file.tensors[name]
         layer, module, end = _split(name)

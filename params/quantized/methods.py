@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
-from fnmodels.models.common.config_json import QUANTIZATION, Fields, shown
+from fnmodels.models.common.bookkeeping import QUANTIZATION
+from fnmodels.models.common.config_json import Fields, shown
 from params.io.files import read_json
 
 from . import forms

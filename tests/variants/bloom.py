@@ -29,6 +29,7 @@ def published() -> dict[str, dict[str, Any]]:
         "apply_residual_connection_post_layernorm": False,
         "attention_dropout": 0.0,
         "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": True,
     }
     own |= {"architectures": ["BloomForCausalLM"], "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
     own |= {"hidden_dropout": 0.0, "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "n_embed": 14336}

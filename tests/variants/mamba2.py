@@ -64,6 +64,7 @@ def published() -> dict[str, dict[str, Any]]:
         "conv_kernel": 4,
         "expand": 2,
         "fused_add_norm": True,
+        "pad_vocab_size_multiple": 8,
         "rms_norm": True,
         "ssm_cfg": {},
     }

@@ -45,7 +45,9 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
     1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
     1, 1, 1, 1, 1, 1], "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config", "AutoModelForCausalLM":
     "modeling_minimax_m2.MiniMaxM2ForCausalLM"}, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
-    "intermediate_size": 1536, "max_position_embeddings": 196608, "model_type": "minimax_m2", "mtp_transformer_layers":
+    "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 8192, "shared_moe_mode": "sigmoid",
+    "max_position_embeddings": 196608, "model_type": "minimax_m2", "mtp_transformer_layers":
     1, "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
     "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "quantization_config":
     {"activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8", "weight_block_size": [128, 128],
@@ -56,6 +58,9 @@ FILES: dict[str, dict[str, Any]] = json.loads("""{
   }
 }""")
 CONTRADICTIONS = [
+    ("minimax-m2", {"layernorm_mlp_alpha": 3.5}, "'layernorm_mlp_alpha' is 3.5; only 1.0 is supported"),
+    ("minimax-m2", {"layernorm_full_attention_beta": 2.0}, "'layernorm_full_attention_beta' is 2.0; only 1.0"),
+    ("minimax-m2", {"postnorm": True}, "'postnorm' is true; only false"),
     ("minimax-m2", {"partial_rotary_factor": 0.25}, "'rotary_dim' and 'partial_rotary_factor' disagree"),
     ("minimax-m2", {"attn_type_list": [0] * 62}, "'attn_type_list' is"),
 ]

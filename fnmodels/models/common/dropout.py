@@ -11,7 +11,8 @@ from fnmodels.errors import ConfigError
 from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.torch_internals import traced_as_constant
 
-from .config_json import DROPOUTS, NOISE, Fields
+from .bookkeeping import DROPOUTS
+from .config_json import NOISE, Fields
 from .family import Traits, traits_of
 
 C = TypeVar("C")

@@ -34,7 +34,7 @@ _NAMES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_em
 _NAMES |= {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "layer_norm_eps"}
 # Precisions and fusions of the kernels of its training.
 _UNUSED = (
-    *("attention_softmax_in_fp32", "masked_softmax_fusion", "offset_alibi"),
+    *("attention_softmax_in_fp32", "offset_alibi"),
     *("skip_bias_add", "skip_bias_add_qkv", "slow_but_exact"),
 )
 _ON_DISK = {

@@ -53,6 +53,7 @@ class Config(decoder.BaseConfig):
         experts = fields.integer("num_experts", 16, high=high)
         routed = [every and experts > 1 for every in _pattern(fields, "expert_layer", 2, 1, layers)]
         rank = fields.take("mamba_dt_rank", "auto")
+        fields.expect("mamba_inner_layernorms", True)  # of files before the ones for transformers' own class
         mixer = Selective(
             inner=fields.integer("mamba_expand", 2) * width,
             state=fields.integer("mamba_d_state", 16),

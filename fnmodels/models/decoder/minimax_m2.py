@@ -32,7 +32,15 @@ TRAITS = Traits(kinds=("full_moe",), routed=True, router=ROUTER, in_memory={r"\.
 
 # Fields of the published files that transformers ignores, with the values that mean this model.
 _EXPECTED = {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid"}
-_EXPECTED |= {"shared_intermediate_size": 0, "router_jitter_noise": 0.0}
+_EXPECTED |= {"shared_intermediate_size": 0, "router_jitter_noise": 0.0, "postnorm": False}
+# Those of MiniMax-Text-01, which multiply the residual stream (alpha) and what a layer adds to it (beta).
+_EXPECTED |= {
+    f"layernorm_{part}_{factor}": 1.0
+    for part in ("full_attention", "linear_attention", "mlp")
+    for factor in ("alpha", "beta")
+}
+# Of modules that are not in the files, and of a dense MLP and a shared expert that no layer has.
+_UNUSED = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,7 @@ class Config(decoder.BaseConfig):
         experts, chosen = mixture.experts_from_hf(fields, 256, 8, layers)
         eps = fields.number("rms_norm_eps", 1e-6)
         config = Config(**usual, num_local_experts=experts, num_experts_per_tok=chosen, rms_norm_eps=eps)
-        return decoder.finished(config, fields, ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"))
+        return decoder.finished(config, fields, _UNUSED)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect."""

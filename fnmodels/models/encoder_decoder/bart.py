@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, embedding, layer_norm_leaves
 from fnmodels.models.common.storage import StoredNames, TensorSlice
 from fnmodels.models.encoder_decoder import transformer
+from fnmodels.models.encoder_decoder.classes import declared_class
 from fnmodels.models.encoder_decoder.cross_attention import memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.models.encoder_decoder.transformer import block  # noqa: F401
@@ -110,11 +110,7 @@ class Config(transformer.PairConfig):
         fields, form = Fields({**_rates(model_type), **_layerdrop(model_type), **values}), _FORMS[model_type]
         fields.choice("model_type", MODEL_TYPES)
         default = _BASE | form.defaults
-        declared = fields.take("architectures", [_architecture(model_type)])
-        if declared != [_architecture(model_type)]:
-            raise UnsupportedError(
-                f"{fields.where}: 'architectures' has {shown(declared)}; supported is {_architecture(model_type)}."
-            )
+        declared_class(fields, _architecture(model_type))
         for name, only in (("is_encoder_decoder", True), ("tie_word_embeddings", True), ("is_decoder", False)):
             fields.expect(name, only)
         sizes = transformer.pair_fields(fields, default)

@@ -13,13 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import attention_leaves, embedding, gated_mlp_leaves, norm, plain_mlp_leaves, weight
+from fnmodels.models.encoder_decoder.classes import declared_class
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, check_stack, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.ops import (
@@ -193,14 +194,7 @@ class Config:
 
 def _stack(fields: Fields, prefix: str) -> str:
     known = {prefix + name: stack for name, stack in _CLASSES.items()}
-    declared = fields.take("architectures", [next(iter(known))])
-    name = declared[0] if isinstance(declared, list) and len(declared) == 1 else None
-    if name == "T5WithLMHeadModel":  # of older files
-        name = "T5ForConditionalGeneration"
-    if name not in known:
-        raise UnsupportedError(
-            f"{fields.where}: 'architectures' has {shown(declared)}; supported are {', '.join(known)}."
-        )
+    name = declared_class(fields, *known, older={"T5WithLMHeadModel": "T5ForConditionalGeneration"})
     fields.expect("is_encoder_decoder", *((True,) if known[name] == "both" else (False, True)))
     return known[name]
 

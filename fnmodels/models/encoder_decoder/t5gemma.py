@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Everything
 from fnmodels.models.common import decoder
@@ -25,6 +25,7 @@ from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.rope_config import rope_from_hf, rope_to_hf
 from fnmodels.models.common.spec import decoder_leaves, norm, usual_attention, usual_mlp, weight
+from fnmodels.models.encoder_decoder.classes import declared_class
 from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, memory_of
 from fnmodels.models.encoder_decoder.stacks import check_stack, stacks
 from fnmodels.ops import ACTIVATIONS, apply_rotary, gated_mlp, project_out, project_qkv
@@ -106,13 +107,7 @@ class Config(decoder.BaseConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        declared = fields.take("architectures", [next(iter(_CLASSES))])
-        name = declared[0] if isinstance(declared, list) and len(declared) == 1 else None
-        if name not in _CLASSES:
-            raise UnsupportedError(
-                f"{fields.where}: 'architectures' has {shown(declared)}; supported are {', '.join(_CLASSES)}."
-            )
-        stack = _CLASSES[name]
+        stack = _CLASSES[declared_class(fields, *_CLASSES)]
         fields.expect("is_encoder_decoder", stack == "both")
         tied = fields.boolean("tie_word_embeddings", True)
         first = _read_stack(fields, "encoder", tied or stack == "encoder")

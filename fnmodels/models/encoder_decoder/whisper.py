@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.errors import ConfigError
 from fnmodels.inputs.audio import REACH
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import ConfigJson, Fields, shown
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, Normal, Sinusoids, bias, embedding, layer_norm_leaves
 from fnmodels.models.encoder_decoder import transformer
+from fnmodels.models.encoder_decoder.classes import declared_class
 from fnmodels.models.encoder_decoder.cross_attention import memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.models.encoder_decoder.transformer import block  # noqa: F401
@@ -80,9 +81,7 @@ class Config(transformer.PairConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        declared = fields.take("architectures", [_CLASS])
-        if declared != [_CLASS]:
-            raise UnsupportedError(f"{fields.where}: 'architectures' has {shown(declared)}; supported is {_CLASS}.")
+        declared_class(fields, _CLASS)
         for name, only in (("is_encoder_decoder", True), ("scale_embedding", False), ("tie_word_embeddings", True)):
             fields.expect(name, only)
         fields.expect("use_weighted_layer_sum", False)

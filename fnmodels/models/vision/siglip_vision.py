@@ -29,9 +29,9 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 from fnmodels.tree import map as map_tree
 
-_BUCKETED = ("idefics3_vision", "smolvlm_vision", "idefics3", "smolvlm")  # the last two in published files
+_BUCKETED = ("idefics3_vision", "smolvlm_vision")
 _ROTARY = "paddleocr_vl_vision"
-MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model", *_BUCKETED[:2], _ROTARY)
+MODEL_TYPES = ("siglip_vision_model", "siglip2_vision_model", *_BUCKETED, _ROTARY)
 TRAITS = Traits(
     inputs="patches",
     causal=False,
@@ -78,10 +78,10 @@ class Config(vision.VisionConfig):
         bucketed, rotary = values.get("model_type") in _BUCKETED, values.get("model_type") == _ROTARY
         sizes, patch = ((1152, 3072, 12, 16), 32) if bucketed else ((768, 3072, 12, 12), 16)
         sizes, patch, image = ((1152, 4304, 27, 16), 14, 384) if rotary else (sizes, patch, 224)
-        known, act = (*MODEL_TYPES, *_BUCKETED), "gelu_pytorch_tanh"
-        usual = vision.vision_fields(fields, known, eps=1e-6, activation=act, sizes=sizes, patch=patch, image=image)
-        if bucketed:
-            usual["model_type"] = f"{usual['model_type'].removesuffix('_vision')}_vision"
+        act = "gelu_pytorch_tanh"
+        usual = vision.vision_fields(
+            fields, MODEL_TYPES, eps=1e-6, activation=act, sizes=sizes, patch=patch, image=image
+        )
         naflex = usual["model_type"] == "siglip2_vision_model"
         if naflex:
             count = fields.integer("num_patches", 256)

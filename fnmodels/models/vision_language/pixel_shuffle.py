@@ -139,6 +139,7 @@ _TYPES = {
     "smolvlm": _Type("SmolVLMForConditionalGeneration", "llama", "smolvlm_vision", **_IDEFICS),
 }
 MODEL_TYPES = tuple(_TYPES)
+_BUCKETED = ("idefics3", "smolvlm")  # whose files give the tower the name of the whole model, too
 _RATIO = ("internvl", "qianfan_ocr")  # whose files have a ratio of sides for a cell, and whose towers a class token
 TRAITS = Traits(
     leftovers=(r"(model\.)?vision_(tower|model)\.(vision_model\.)?embeddings\.position_ids",),
@@ -190,6 +191,8 @@ class Config:
         text = vision_language.text_config(outer, variant.text_type, variant.text_defaults)
         text = vision_language.with_tie(text, vision_language.tied_head(outer, text, variant.tied))
         tower = two_towers.tower_fields(outer, "vision_config", variant.tower_type)
+        if tower["model_type"] == model_type and model_type in _BUCKETED:  # in published files
+            tower["model_type"] = variant.tower_type
         width = (text.hidden_size if variant.inner[1] == 0 else variant.inner[1]) if "up" in variant.names else 0
         merge = _from_ratio(outer) if model_type in _RATIO else variant.merge[1]
         has_norm = outer.boolean("projector_use_layernorm", True) if model_type == "lfm2_vl" else variant.norm[1] > 0

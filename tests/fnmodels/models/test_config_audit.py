@@ -6,7 +6,7 @@ import pytest
 import transformers
 
 import fnmodels
-from fnmodels.models.common import config_json
+from fnmodels.models.common import bookkeeping
 from fnmodels.models.common.registry import family_reading
 from fnmodels.models.presets import published
 from tests.support.release_configs import written_by
@@ -235,7 +235,7 @@ def test_the_reason_is_said(values: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("part", ["alibi", "rope", "activation", "bias", "gate", "mask", "softmax", "causal", "pre_ln"])
 def test_no_word_makes_a_field_about_a_part_of_the_model_bookkeeping(part: str, value: Any) -> None:
     """But of training, of which any number is a setting."""
-    for word in sorted(config_json._TRAINING | config_json._TOOLS | {"flash", "fused", "sdpa", "xformers"}):
+    for word in sorted(bookkeeping._TRAINING | bookkeeping._TOOLS | {"flash", "fused", "sdpa", "xformers"}):
         for name in (f"{word}_{part}", f"use_{word}_{part}", f"{part}_{word}", f"{word}_attention_{part}"):
-            of_training = value == 3 and value is not True and word in config_json._TRAINING
-            assert config_json.is_bookkeeping(name, value) == of_training, name
+            of_training = value == 3 and value is not True and word in bookkeeping._TRAINING
+            assert bookkeeping.is_bookkeeping(name, value) == of_training, name

@@ -134,9 +134,38 @@ def test_dtype_casts_and_check_finite_refuses(tmp_path: Path) -> None:
         P.load_pretrained(path, check_finite=True)
 
 
-def longrope(writer: gguf.GGUFWriter) -> None:
-    writer.add_string("llama.rope.scaling.type", "longrope")
+def unknown_rope(writer: gguf.GGUFWriter) -> None:
+    writer.add_string("llama.rope.scaling.type", "spiral")
     writer.add_float32("llama.rope.scaling.factor", 2.0)
+
+
+def longrope(writer: gguf.GGUFWriter, *factors: str, scaling: str = "longrope", factor: float = 1.0) -> None:
+    """Without a kind of rope, with plain rotary embeddings."""
+    if scaling:
+        writer.add_string("llama.rope.scaling.type", scaling)
+        writer.add_float32("llama.rope.scaling.factor", factor)
+    for name in factors:
+        writer.add_tensor(f"rope_factors_{name}.weight", _FACTORS[name])
+
+
+_FACTORS = {name: np.linspace(1, top, 8, dtype=np.float32) for name, top in (("short", 1.5), ("long", 6))}
+_BOTH = ("short", "long")
+
+
+@pytest.mark.parametrize("scale", [None, 1.25])
+def test_factors_of_longrope_become_its_rope(scale: float | None, tmp_path: Path) -> None:
+    """llama.cpp reads 1 where the file has no number for the tables."""
+
+    def change(writer: gguf.GGUFWriter) -> None:
+        longrope(writer, *_BOTH)
+        writer.add_uint32("llama.rope.scaling.original_context_length", 16)
+        if scale:
+            writer.add_float32("llama.rope.scaling.attn_factor", scale)
+
+    lists = {f"{name}_factor": [float(str(one)) for one in _FACTORS[name]] for name in _BOTH}
+    rope = {"rope_type": "longrope", "rope_theta": 5e4, "original_max_position_embeddings": 16, **lists}
+    wanted = config_of(LLAMA | {"rope_parameters": rope | {"attention_factor": scale or 1.0}})
+    assert P.load_pretrained(write(tmp_path, change=change))[0] == wanted
 
 
 @pytest.mark.parametrize(
@@ -148,12 +177,20 @@ def longrope(writer: gguf.GGUFWriter) -> None:
         (lambda w: w.add_bool("llama.expert_count", False), "'llama.expert_count', which may change the model"),
         (lambda w: w.add_uint32("llama.vocab_size", 99), "'llama.vocab_size' is 99, and 'token_embd.weight' has 64"),
         (lambda w: w.add_uint32("llama.rope.dimension_count", 8), "'llama.rope.dimension_count' is 8, where heads"),
-        (longrope, "'longrope'; none, linear and yarn"),
+        (unknown_rope, "'spiral'; none, linear, yarn and longrope"),
+        (
+            longrope,
+            "'longrope', and the file has no tensors 'rope_factors_long.weight' and 'rope_factors_short.weight'",
+        ),
+        (lambda w: longrope(w, *_BOTH, factor=2.0), "'llama.rope.scaling.factor' is 2.0; only 1.0 is read"),
+        (lambda w: longrope(w, "long"), "'rope_factors_long.weight' is there without 'rope_factors_short.weight'"),
+        (lambda w: longrope(w, *_BOTH, scaling=""), "rope_factors_long.weight: unexpected"),
+        (lambda w: longrope(w, *_BOTH, scaling="linear"), "rope_factors_short.weight: unexpected"),
         (lambda w: w.add_tensor("blk.0.odd.weight", np.ones(3, np.float32)), "model.layers.0.odd.weight: unexpected"),
         (lambda w: w.add_tensor("odd", np.ones(3, np.float32)), "odd: unexpected"),
         (lambda w: w.add_tensor("odd", np.ones(3, np.int32)), "'odd' is I32, which the installed gguf package"),
     ],
-    ids=range(10),
+    ids=range(15),
 )
 def test_what_is_not_read_is_named(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
     path = write(tmp_path, change=change)

@@ -30,7 +30,8 @@ def tower_fields(outer: Fields, name: str, model_type: str, **more: Any) -> dict
     twin = outer.take(f"{name}_dict", {})
     if not isinstance(twin, Mapping) or any(inner.get(key, value) != value for key, value in twin.items()):
         raise ConfigError(f"{outer.where}: {name!r} and '{name}_dict' disagree.")
-    return {"model_type": model_type, **inner, **twin, **more}
+    # The class of the model counts, and not one that the object names of itself.
+    return {"model_type": model_type, **inner, **twin, "architectures": None, **more}
 
 
 def finished(config: Any, outer: Fields) -> Any:

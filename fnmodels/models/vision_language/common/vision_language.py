@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.image_places import gather_cells, place
-from fnmodels.models.common.config_json import ConfigJson, Fields, is_bookkeeping
+from fnmodels.models.common.bookkeeping import is_bookkeeping
+from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
@@ -74,10 +75,8 @@ def text_config(outer: Fields, default: str, defaults: Mapping[str, Any]) -> Any
     if model_type not in families():
         raise UnsupportedError(f"{outer.where}, text_config: the model type {model_type!r} is not supported.")
     known = defaults if model_type == default else _SIZES.get(model_type, {})
-    family = family_for(model_type)
-    read = read_once(
-        outer, values, lambda text_fields: family.Config.from_hf({**known, "model_type": model_type, **text_fields})
-    )
+    family, own = family_for(model_type), {"model_type": model_type, "architectures": None}  # the model's class counts
+    read = read_once(outer, values, lambda text_fields: family.Config.from_hf({**known, **text_fields, **own}))
     return with_outer_head(outer, read)
 
 
