@@ -1,6 +1,6 @@
 """Params from tensors under Hugging Face names that are in memory: the inverse of `export`."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,11 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
     Raises:
         MismatchError: It lists every tensor that is missing, unexpected, repeated, or of another shape or kind of
             dtype, or every one that names an expert which the model has not.
+        ValueError: An argument is a dict, or both are in the other order.
     """
+    if isinstance(config, Mapping) or isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        kinds = f"a {type(config).__name__} and a {type(tensors).__name__}"
+        raise ValueError(f"The arguments are {kinds}; they must be a Config and pairs: state_dict.items().")
     given: dict[str, Tensor] = {}
     twice: list[str] = []
     for name, tensor in tensors:

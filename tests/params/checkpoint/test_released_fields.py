@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import params as P
 from fnmodels.models.common.bookkeeping import is_bookkeeping
@@ -126,3 +127,10 @@ def test_the_class_that_an_object_names_of_itself_counts_nothing(name: str, tmp_
 def test_a_head_that_a_wrapper_lacks_is_not_listed(tmp_path: Path) -> None:
     with pytest.raises(P.UnsupportedError, match=r"supported are Gemma3ForConditionalGeneration, Gemma3Model\.$"):
         read(GEMMA3 | {"architectures": ["Gemma3ForSequenceClassification"]}, tmp_path)
+
+
+def test_a_state_dict_in_the_place_of_pairs_is_named() -> None:
+    config, tensors = object(), {"model.norm.weight": torch.ones(3)}
+    for arguments in ((config, tensors), (tensors, config), (tensors.items(), config)):
+        with pytest.raises(ValueError, match=r"they must be a Config and pairs: state_dict\.items\(\)"):
+            P.from_tensors(*arguments)

@@ -520,7 +520,7 @@ ENDS = re.compile(r"(</s>|<[^</][^<]*>)\s*$")
 # How many of the 72 templates render each conversation in full.
 IN_FULL = {
     "turns": 66,
-    "parts": 36,
+    "parts": 32,
     "reasoning": 18,
     "thoughts": 62,
     "call": 44,
@@ -532,7 +532,7 @@ IN_FULL = {
     "system": 64,
     "developer": 30,
     "result": 44,
-    "picture": 30,
+    "picture": 26,
     "user's null": 28,
     "tools": 46,
 }
@@ -649,6 +649,20 @@ def test_marked_turns_that_run_together_are_refused() -> None:
         ("{{ m['role'] }}{{ m['content'] | trim }}", {"content": "So"}, "no token says that it has ended"),
         ("<{{ m['role'] }}>{{ m['content'] }}</s>", {"content": None}, "writes None for turn 2 of 2"),
         ("<{{ m['role'] }}>{{ m['content'] }}</s>", {"content": [{"type": "text", "text": "So"}]}, "as a list"),
+        *[
+            (
+                f"<{{{{ m['role'] }}}}>{{{{ m['content'] | {filters} }}}}</s>",
+                {"content": [{"type": "text", "text": "Sö"}]},
+                "as a list",
+            )
+            for filters in (
+                "tojson",
+                "tojson(separators=(',', ':'))",
+                "tojson(indent=2)",
+                "tojson(ensure_ascii=True, sort_keys=True)",
+                "map('string') | join(' ')",
+            )
+        ],
         (
             "<{{ m['role'] }}>{{ m['content'] | map(attribute='text', default='') | join }}</s>",
             {"content": [{"type": "text", "text": "So"}, {"type": "image", "url": "x"}]},
@@ -755,7 +769,9 @@ def test_a_short_text_in_another_is_no_proof(turn: dict[str, Any], source: str, 
     talk = [turn, CHAT[1]] if turn.get("role") else [CHAT[0], {"role": "assistant", **turn}]
     with pytest.raises(UserError, match=words):
         render_examples(Template(whole, {}), talk)
-    written = ALL.replace("{{ m.content }}", "{{ m | tojson }}")
+    parts = isinstance(turn["content"], list)  # which are refused as JSON
+    form = "(m.content if m.content is string else m.content[0].text)" if parts else "m | tojson"
+    written = ALL.replace("{{ m.content }}", f"{{{{ {form} }}}}")
     assert render_examples(Template(written, {}), talk)[0][1]
 
 

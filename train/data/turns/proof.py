@@ -17,6 +17,7 @@ from .said import Message, Piece, is_media, others, said, texts_in, tool_pieces
 
 USED = "\ufdd2"  # a noncharacter, which occurs in no text
 Render = Callable[[Sequence[Message]], str]
+_JSON = (partial(json.dumps, ensure_ascii=False, default=str), partial(json.dumps, default=str))
 Changed = Callable[[Message], tuple[str, str]]
 
 
@@ -102,9 +103,9 @@ def _check_short(messages: Sequence[Message], render: Render) -> None:
 
 
 def _check_writing(message: Message, where: str, text: str, changed: Changed) -> None:
-    """UserError for a list of parts or null that is written as Python shows it."""
+    """UserError for a list of parts or null that is written as Python or JSON shows it."""
     content = message.get("content")
-    if isinstance(content, (list, tuple)) and content and str(list(content)) in text:
+    if isinstance(content, (list, tuple)) and _shown_parts(content, text):
         raise UserError(f"the chat template writes the parts of {where} as a list: give its content as one text")
     if isinstance(content, Mapping) and content and str(dict(content)) in text:
         raise UserError(f"the chat template writes the result of {where} as Python shows it: give it as a text of JSON")
@@ -112,6 +113,24 @@ def _check_writing(message: Message, where: str, text: str, changed: Changed) ->
         before, after = changed({**message, "content": ""})
         if before.count("None") > after.count("None"):
             raise UserError(f"the chat template writes None for {where}, whose content is null: give it an empty text")
+
+
+def _shown_parts(parts: Sequence[Any], text: str) -> bool:
+    """Whether the text has one of the parts, which are objects, as Python or JSON shows it: {"type": "text", ...}.
+
+    Spaces, the order of keys and the form of the list around it are the template's choice.
+    """
+    shown = "".join(text.split())
+    for part in parts:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str) and part["text"].strip():
+            values = {name: value for name, value in part.items() if value is not None}
+            pairs = [
+                {"".join(f"{write(name)}:{write(value)}".split()) for write in (repr, *_JSON)}
+                for name, value in values.items()
+            ]
+            if all(any(pair in shown for pair in forms_of_one) for forms_of_one in pairs):
+                return True
+    return False
 
 
 def _check_traces(message: Message, where: str, changed: Changed) -> None:
