@@ -28,6 +28,7 @@ from params.io.files import plain_file, read_json
 from .chat_process import render_elsewhere
 from .chat_renderer import MARK_BEGIN, MARK_END
 from .encoder import RenderedChat, encode_chats
+from .turns.calls import render_calls
 from .turns.proof import check_context, check_target
 from .turns.said import Message, is_trained
 from .turns.stops import has_token, joined, marker_at, tail_of
@@ -143,8 +144,12 @@ def check_prompt(template: Template, messages: Sequence[Message], text: str, **e
 def _rendered(template: Template, messages: Sequence[Message], *, prompt: bool = False, **extra: Any) -> str:
     # as in transformers
     variables: dict[str, Any] = {"tools": None, "documents": None, **template.special, **extra}
-    variables |= {"messages": list(messages), "add_generation_prompt": prompt}
-    return render_elsewhere(template.source, template.day, variables)
+    variables["add_generation_prompt"] = prompt
+
+    def rendered(turns: Sequence[Message]) -> str:
+        return render_elsewhere(template.source, template.day, {**variables, "messages": list(turns)})
+
+    return render_calls(messages, rendered)
 
 
 def _extract_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
