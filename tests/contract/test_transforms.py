@@ -34,7 +34,6 @@ from tests.support.cases import (
     attending_layers,
     attention_of,
     batch_of,
-    block_of,
     cases,
     causal,
     covering,
@@ -311,8 +310,13 @@ def test_custom_functions_have_every_rule() -> None:
         assert function.jvp is not Function.jvp, function
 
 
-# whose heads the families' own code reads
-TIED = tuple({block_of(case): case for case in cases() if getattr(case.config, "tie_word_embeddings", False)}.values())
+def ends_of(case: Case) -> tuple[Any, Any]:
+    """The two functions that read a tied leaf, which families may share."""
+    family = fnmodels.family_of(case.config)
+    return family.embed, family.unembed
+
+
+TIED = tuple({ends_of(case): case for case in cases() if getattr(case.config, "tie_word_embeddings", False)}.values())
 
 
 @with_kernels(TIED)

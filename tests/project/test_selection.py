@@ -1,6 +1,13 @@
 """`pytest tests -k MODEL_TYPE` selects every test of a type; selections of variants leave no kind of part out."""
 
-from tests.support.cases import attention_of, cases, parts, parts_of, representatives
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fnmodels
+from tests.support.cases import attention_of, block_of, cases, parts, parts_of, representatives
+from tests.support.naming import fewest
 from tests.support.selection import model_types_of
 
 
@@ -14,8 +21,34 @@ def test_types_are_found_in_parameters() -> None:
 
 
 def test_few_variants_have_the_parts_of_all() -> None:
-    """Each kind of layer, name of a parameter and form of attention, after they are cut short."""
+    """Each function, kind of layer, name of a parameter and form of attention, after they are cut short."""
     every, few = (set[str]().union(*map(parts_of, group)) for group in (cases(), parts()))
-    assert few == every and len(parts()) < len(cases()) / 3
+    assert few == every and len(parts()) < len(cases()) / 2  # each family has functions of its own
+    assert set(map(block_of, parts())) == set(map(block_of, cases()))
     assert {attention_of(case) for case in representatives()} == {attention_of(case) for case in cases()}
     assert parts()[0].name == representatives()[0].name == "llama"  # in which bugs are planted
+
+
+def test_operations_of_few_variants_are_among_the_parts() -> None:
+    """Whose parameters, kinds of layers and forms of attention other variants have as well."""
+    assert set[str]().union(*map(parts_of, parts())) >= {
+        "ops/attention/alibi.py with_alibi",
+        "ops/moe/router.py sparse_mixer",
+        "ops/moe/router.py capped_sigmoid_top_k",
+        "models/common/layers/post_norm.py post_norm_layer",
+        "models/common/decoder/older.py post_norm_layer",
+    }
+
+
+def test_a_function_that_one_variant_enters_chooses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {case.name for case in parts()}
+    odd = next(case for case in cases() if case.name not in chosen)
+    own: dict[str, Any] = {}
+    path = Path(fnmodels.__file__).parent / "ops" / "rare.py"
+    exec(compile("def rare(x):\n    return 2 * x\n", str(path), "exec"), own)
+    family: Any = fnmodels.family_of(odd.config)
+    unembed = family.unembed
+    monkeypatch.setattr(family, "unembed", lambda *args, **options: own["rare"](unembed(*args, **options)))
+    found = {case: parts_of(case) for case in cases()} | {odd: parts_of.__wrapped__(odd)}
+    assert found[odd] - parts_of(odd) >= {"ops/rare.py rare"}
+    assert odd in fewest(found)

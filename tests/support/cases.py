@@ -55,6 +55,7 @@ from fnmodels.models.common import context
 from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, stored_layers, traits_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
+from tests.support.entered import entered
 from tests.support.naming import fewest, pairs_of
 from tests.support.shared_trees import SharedTrees
 
@@ -302,10 +303,18 @@ def representatives() -> tuple[Case, ...]:
     return tuple(map(short, dict.fromkeys((llama, *covering(), *richest(attention_of)))))
 
 
+@functools.cache
 def parts_of(case: Case) -> set[str]:
-    """The kinds of its layers, the names of its parameters and its `attention_of`: what the code of a block reads."""
+    """The functions of ops, models and stack that its forward enters, and what they branch by.
+
+    They branch by the kinds of its layers, the names of its parameters and its `attention_of`.
+    """
     _, kinds, names, _ = structure(case)
-    return {*map(_code_of, kinds), *names, attention_of(case)}
+    batch, params = batch_of(case.config, segments((4,))), generic_params(case.config)
+    prepared = batch.prepared()
+    run = functools.partial(forward, params, prepared, config=case.config, kernel="math")
+    functions = entered(run, fnmodels, ("ops", "models", "stack"))
+    return {*functions, *map(_code_of, kinds), *names, attention_of(case)}
 
 
 @functools.cache
