@@ -56,22 +56,39 @@ def from_jax(pytree: Any) -> Tree:
 
     Returns:
         The tree. Its tensors share the arrays' memory, and jax takes arrays as constant: copy them to write into them.
+        An entry without arrays, such as None, is left out of a dict, and keeps its place in a list as {}.
 
     Raises:
         ImportError: jax is not installed.
-        ValueError: A leaf is no jax array (filter an equinox module by `eqx.filter(module, eqx.is_array)`), or a name
-            has a dot, which paths cannot have.
+        ValueError: A leaf is no jax array (filter an equinox module by `eqx.filter(module, eqx.is_array)`), or a PRNG
+            key; the pytree is one array; or a name has a dot, which paths cannot have.
     """
     jax = _jax()
-    flat: dict[str, Tensor] = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(pytree)[0]:
+    flat: dict[str, Tree] = {}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(pytree, is_leaf=lambda node: not jax.tree_util.tree_leaves(node))
+    for keys, leaf in leaves:
         names = [str(_name_of(key)) for key in keys]
         if any("." in name for name in names):
             raise ValueError(f"The entry {names} of the pytree has a dot in a name, which separates names in paths.")
-        if not isinstance(leaf, jax.Array):
-            raise ValueError(f"Leaf {'.'.join(names)!r} is a {type(leaf).__name__}; tensors are made of jax arrays.")
-        flat[".".join(names)] = from_dlpack(leaf)
+        if jax.tree_util.tree_leaves(leaf):
+            flat[".".join(names)] = _tensor(jax, ".".join(names), leaf)
+        elif keys and isinstance(keys[-1], jax.tree_util.SequenceKey):
+            flat[".".join(names)] = {}
     return tree.unflatten(flat)
+
+
+def _tensor(jax: Any, path: str, leaf: Any) -> Tensor:
+    if not isinstance(leaf, jax.Array):
+        raise ValueError(f"Leaf {path!r} is a {type(leaf).__name__}; tensors are made of jax arrays.")
+    if not path:
+        raise ValueError("The pytree is one array, which has no name: pass a dict, such as {'weight': array}.")
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"Leaf {path!r} is a PRNG key, and keys are not parameters: leave it out, in flax by "
+            "nnx.state(model, nnx.Param)."
+        )
+    tensor: Tensor = from_dlpack(leaf)
+    return tensor
 
 
 def _name_of(key: Any) -> Any:

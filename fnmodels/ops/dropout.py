@@ -52,12 +52,13 @@ class Dropout:
 class Noise:
     """The keys that one layer reads, each int64 [B, S] with the layer folded in, and its index, int64 [].
 
-    tokens: of the residual stream's positions. queries, keys: of attention's; the same, but where ranks share positions
-    or a cross attention reads another sequence. head_shard, mlp_shard: which of the equal shards of heads and of the
-    neurons of its MLP the layer has.
+    tokens: of the residual stream's positions. neurons: of those inside an MLP. queries, keys: of attention's. They are
+    the same, but where ranks share positions or a cross attention reads another sequence. head_shard, mlp_shard: which
+    of the equal shards of heads and of the neurons of its MLP the layer has.
     """
 
     tokens: Tensor
+    neurons: Tensor
     queries: Tensor
     keys: Tensor
     layer: Tensor

@@ -218,7 +218,7 @@ class LayerSideInputs:
         if batch.noise is not None:
             index = torch.full((), layer.index, dtype=torch.int64, device=batch.noise.device)
             keys = fold(batch.noise, index)
-            tensors["noise"] = Noise(keys, keys, keys, index)
+            tensors["noise"] = Noise(keys, keys, keys, keys, index)
         if layer.source is not None:
             tensors["kv"] = self._lent(layer, layer.source)
         if layer.joins:

@@ -107,6 +107,48 @@ def test_what_jax_would_change_is_refused(jax):
         P.from_jax({"a.b": jax.numpy.ones(2)})
 
 
+def test_entries_without_arrays_keep_their_places_in_lists(jax):
+    one, two = jax.numpy.ones(1), 2 * jax.numpy.ones(1)
+    for given in ([one, None, two], [None, one], [one, None], [one, {}, two], (one, [None, ()], two)):
+        ours = P.from_jax({"a": given, "without": None, "empty": {"none": [None]}})
+        assert list(ours) == ["a"] and isinstance(ours["a"], list) and len(ours["a"]) == len(given)
+        for entry, array in zip(ours["a"], given, strict=True):
+            assert entry == {} if not isinstance(array, jax.Array) else entry.item() == array.item()
+        again = P.from_jax(P.to_jax(ours))  # whose structure is that of the arrays
+        assert [type(entry) for entry in again["a"]] == [type(entry) for entry in ours["a"]]
+    assert P.from_jax({}) == {} and P.from_jax({"a": [None]}) == {}
+
+
+def test_layers_without_arrays_keep_the_places_of_the_others(jax):
+    equinox = pytest.importorskip("equinox")
+    keys = jax.random.split(jax.random.key(0))
+    layers = [
+        equinox.nn.Linear(2, 3, key=keys[0]),
+        equinox.nn.Lambda(jax.nn.relu),
+        equinox.nn.Linear(3, 1, key=keys[1]),
+    ]
+    ours = P.from_jax(equinox.filter(equinox.nn.Sequential(layers), equinox.is_array))["layers"]
+    assert isinstance(ours, list) and ours[1] == {} and ours[2]["weight"].shape == (1, 3)
+
+
+def test_keys_of_random_numbers_are_no_parameters(jax):
+    with pytest.raises(ValueError, match=r"Leaf 'layers.0.rng' is a PRNG key, and keys are not parameters: leave it"):
+        P.from_jax({"layers": [{"rng": jax.random.key(0)}]})
+    with pytest.raises(ValueError, match=r"The pytree is one array, which has no name: pass a dict"):
+        P.from_jax(jax.numpy.ones(2))
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    net = Net(nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"Leaf 'drop.*' is a PRNG key.*nnx\.state\(model, nnx\.Param\)"):
+        P.from_jax(nnx.state(net))
+    assert tree.flatten(P.from_jax(nnx.state(net, nnx.Param)))["linear.kernel.value"].shape == (2, 3)
+
+
 def test_without_jax_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", None)
     for call in (P.to_jax, P.from_jax):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.pictures import leave_out_pixels
+from tests.support.traced import without_generated_code
 
 
 @pytest.fixture
@@ -14,3 +15,10 @@ def rendered() -> None:
 def _pictures_without_pixels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "rendered" not in request.fixturenames:
         leave_out_pixels(monkeypatch)
+
+
+@pytest.fixture
+def graphs():
+    """The graphs that are compiled, whose operations run one by one."""
+    with without_generated_code() as compiled:
+        yield compiled

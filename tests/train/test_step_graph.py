@@ -1,4 +1,4 @@
-"""make_step(compile="step"): the results of an eager step, by one graph, and k steps in one call.
+"""make_step(compile="step"): the results of an eager step, by one graph.
 
 The backend runs the traced operations of torch one by one, so that differences are those of the graph; the last tests
 generate code.
@@ -9,34 +9,18 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.func import grad
 
 import fnmodels
 import train
 from fnmodels import llama, tree
 from tests.support.cases import Case, causal, covering, generic_params, is_ordered, is_routed, shortest
-from tests.support.traced import without_generated_code
+from tests.support.small_steps import BATCHES, assert_close, llama_of, loss, model_batch, params, run, same_bits
 from train import optim
 from train.checkpoint import saved_steps
 from train.optim.schedules import warmup_stable_decay
 from train.state import State, init_state
 from train.step import graph, make_step
-
-DRAW = torch.Generator().manual_seed(0)
-BATCHES = [{"x": torch.randn(12, 4, generator=DRAW), "y": torch.randn(12, 3, generator=DRAW)} for _ in range(3)]
-
-
-def params(dtype=torch.float32):
-    draw = torch.Generator().manual_seed(1)
-    make = lambda *shape: torch.randn(*shape, generator=draw).to(dtype)  # noqa: E731
-    return {"one": {"w": make(5, 4), "b": make(5)}, "two": {"w": make(3, 5), "b": make(3)}}
-
-
-def loss(params, batch):
-    one, two = (tree.map(torch.Tensor.float, params[name]) for name in ("one", "two"))
-    error = F.linear(F.linear(batch["x"], one["w"], one["b"]).tanh(), two["w"], two["b"]) - batch["y"]
-    return error.square().sum(), torch.tensor(len(batch["x"]))
 
 
 def rate(step):
@@ -57,30 +41,6 @@ OPTIMIZERS = {
     "rounded": lambda: optim.with_stochastic_rounding(train.adamw(0.1), seed=0),
 }
 IN_BF16 = ("master", "rounded")
-
-
-@pytest.fixture
-def graphs():
-    with without_generated_code() as compiled:
-        yield compiled
-
-
-def run(step, state, batches=BATCHES):
-    metrics = []
-    for batch in batches:
-        state, measured = step(state, batch)
-        metrics.append(measured)
-    return state, metrics
-
-
-def same_bits(one, other):
-    flat, others = tree.flatten(one), tree.flatten(other)
-    return flat.keys() == others.keys() and all(torch.equal(flat[path], others[path]) for path in flat)
-
-
-def assert_close(ours, theirs, atol=1e-5):
-    for one, other in zip(tree.leaves(ours), tree.leaves(theirs), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -174,32 +134,6 @@ def test_a_global_that_a_loss_reads_is_not_frozen_into_the_graph(graphs, monkeyp
     assert_close(step(state, BATCHES[0])[1]["loss"], 3 * before)
 
 
-@pytest.mark.parametrize("compile", ["none", "step"])
-def test_many_steps_are_single_ones(graphs, compile):
-    optimizer = train.adamw(rate)
-    step = make_step(loss, optimizer, compile=compile)
-    after, singles = run(step, init_state(params(), optimizer))
-    for batches in (BATCHES, tree.stack(BATCHES)):
-        state, metrics = step.many(init_state(params(), optimizer), batches)
-        assert same_bits(state, after)
-        assert same_bits(metrics, tree.stack(singles)) and metrics["loss"].shape == (3,)
-    assert len(graphs) == (compile == "step")
-    split = step.many(init_state(params(), optimizer), [[batch] for batch in BATCHES])  # a list of microbatches each
-    assert same_bits(split[0], after)
-    for none in ([], ()):
-        with pytest.raises(ValueError, match="at least one batch"):
-            step.many(after, none)
-    with pytest.raises(ValueError, match="one size in dimension 0"):
-        step.many(after, {"x": torch.zeros(2, 12, 4), "y": torch.zeros(3, 12, 3)})
-
-
-def test_many_steps_whose_aux_has_other_shapes_are_refused():
-    step = make_step(lambda params, batch: (*loss(params, batch), {"rows": batch["x"][:, 0]}), train.sgd(0.1))
-    halves = [BATCHES[0], {name: value[:6] for name, value in BATCHES[1].items()}]
-    with pytest.raises(ValueError, match=r"'aux.rows' is \[6\] in step 1 but \[12\] in the first"):
-        step.many(init_state(params(), train.sgd(0.1)), halves)
-
-
 # Refusals.
 
 
@@ -242,12 +176,6 @@ def test_what_a_graph_would_pass_over_is_found_outside_of_it(graphs):
 # Models.
 
 
-def model_batch(config, packed):
-    draw = torch.Generator().manual_seed(int(packed))
-    lengths = (7, 5, 12) if packed else (12, 12)
-    return fnmodels.pack([torch.randint(config.vocab_size, (n,), generator=draw) for n in lengths], 12).batch()
-
-
 # Every block is captured, backward too, in tests/contract/test_compile.py: here one model of each form of what a step
 # gets of the layers, which are experts' counts and states.
 MODELS = tuple({(is_routed(c.config), is_ordered(c)): c for c in covering() if causal(c)}.values())
@@ -267,11 +195,6 @@ def test_a_step_of_a_model_is_one_graph(graphs, case: Case):
         batch = model_batch(config, packed)
         assert_close(compiled(state, batch), eager(state, batch), atol=1e-4)
     assert len(graphs) == 2
-
-
-def llama_of(**changes):
-    fields = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    return llama.Config(**fields | {"num_attention_heads": 4, "num_key_value_heads": 2} | changes)
 
 
 def test_a_model_computes_in_another_dtype(graphs):

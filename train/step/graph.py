@@ -7,7 +7,7 @@ step's functions: `train.update.update` with the optimizer's pure `update`.
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from train.loss import ModelLoss, caller, layout_of
 from train.optim.base import Optimizer, global_norm
 from train.state import State, consume
 from train.update import (
-    StepFunction,
     StepOptions,
     UpdatePlan,
     check_reached,
@@ -33,49 +32,99 @@ from train.update import (
     update,
 )
 
+from .many import PlannedStep
+
 Layouts = tuple[Layout | None, ...]  # of each microbatch
 Graph = Callable[[Tree, Tree, Tensor, list[Entries]], tuple[State | None, Metrics]]
+Leaves = tuple[tuple[str, torch.Size, torch.dtype], ...]  # of the params
 
 
-def make_step_graph(loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> StepFunction:
+class GraphStep:
     """The step of `train.make_step(compile="step")` in one process.
 
-    Each size of a batch has a graph, which is compiled when the size is first seen, after one gradient outside of the
-    graph: it finds what a graph would pass over, such as a loss that does not reach a parameter.
+    Each size of a batch has a graph for each structure of the params. It is compiled when both are first seen together,
+    after one gradient outside of the graph: that finds what a graph would pass over, such as a loss that does not reach
+    a parameter.
     """
-    _check_options(options)
-    loss = caller(loss_fn, counts=options.balance_rate is not None)
-    sums_of = gradient_sums(loss_fn, optimizer, counts=options.balance_rate is not None)
-    graphs: dict[Any, Graph] = {}
-    last: weakref.ref[State] | None = None
 
-    def graph_of(state: State, parts: list[Entries]) -> Graph:
-        layouts = tuple(map(layout_of, parts))
-        key = (layouts, *((path, t.shape, t.dtype) for part in parts for path, t in tree.flatten(part).items()))
-        if key not in graphs:
-            check_reached(sums_of(state.params, parts))
-            graphs[key] = gradient_graph(functools.partial(_step, loss, optimizer, options, layouts))
-        return graphs[key]
+    def __init__(self, loss_fn: LossFn, optimizer: Optimizer, options: StepOptions) -> None:
+        _check_options(options)
+        counts = options.balance_rate is not None
+        self._loss, self._optimizer, self._options = caller(loss_fn, counts=counts), optimizer, options
+        self._sums_of = gradient_sums(loss_fn, optimizer, counts=counts)
+        self._graphs: dict[Any, Graph] = {}
+        self._checked: set[Any] = set()
+        self._last: tuple[weakref.ref[State], Tree, Callable[[], bool], Leaves] | None = None
 
-    def step(state: State, batch: Batches) -> tuple[State, Metrics]:
-        nonlocal last
+    def __call__(self, state: State, batch: Batches) -> tuple[State, Metrics]:
         refuse_transforms()
-        if last is None or last() is not state:
-            check_state(optimizer, state)
-        parts = microbatches(batch, options.accumulate)
-        run = graph_of(state, parts)
+        leaves = self._leaves_of(state)
+        return self._run(*self._graph_of(state, leaves, batch), leaves, state)
+
+    def planned(self, state: State, batches: Sequence[Batches], alike: bool) -> list[PlannedStep]:
+        """Steps of these batches, the first from this State; what can be checked is, before any of them runs.
+
+        alike: the tensors of all batches have the same sizes, strides and dtypes. From its second batch on, a graph is
+        then called without its guards.
+        """
+        refuse_transforms()
+        leaves = self._leaves_of(state)
+        graphs = [self._graph_of(state, leaves, batch) for batch in batches]
+        # In place, the same State and such a batch pass the guards again that these have passed before.
+        seen: set[Graph] = set()
+        steps = []
+        for graph, parts in graphs:
+            run = functools.partial(self._run, graph, parts, leaves)
+            steps.append(PlannedStep(run, known=alike and self._options.inplace and graph in seen))
+            seen.add(graph)
+        return steps
+
+    def _leaves_of(self, state: State) -> Leaves:
+        """The structure of the params; the State is checked unless the last step returned it and it is unchanged."""
+        if self._last is not None:
+            last, _, unchanged, leaves = self._last
+            if last() is state and unchanged():
+                return leaves
+        check_state(self._optimizer, state)
+        return tuple((path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten(state.params).items())
+
+    def _graph_of(self, state: State, leaves: Leaves, batch: Batches) -> tuple[Graph, list[Entries]]:
+        """(the graph of a batch and such params, the microbatches)."""
+        parts = microbatches(batch, self._options.accumulate)
+        layouts = tuple(map(layout_of, parts))
+        sizes = ((path, t.shape, t.dtype) for part in parts for path, t in tree.flatten(part).items())
+        key = (layouts, leaves, *sizes)
+        if key not in self._checked:
+            sums = self._sums_of(state.params, parts)
+            check_reached(sums)
+            if sums.count > 0:  # without valid tokens nothing is checked
+                self._checked.add(key)
+        if key not in self._graphs:
+            step = functools.partial(_step, self._loss, self._optimizer, self._options, layouts)
+            self._graphs[key] = gradient_graph(step)
+        return self._graphs[key], parts
+
+    def _run(self, graph: Graph, parts: list[Entries], leaves: Leaves, state: State) -> tuple[State, Metrics]:
         try:
             with torch.no_grad():
-                after, metrics = run(state.params, state.opt_state, state.step, parts)
+                after, metrics = graph(state.params, state.opt_state, state.step, parts)
         except trace_errors() as error:
             raise ValueError(_untraced(error)) from error
         if after is None:
             after = State(state.step, state.params, state.opt_state)
             consume(state)
-        last = weakref.ref(after)
+        self._keep(after, leaves)
         return after, metrics
 
-    return step
+    def _keep(self, after: State, leaves: Leaves) -> None:
+        """Expects `after`, whose params have these leaves, as the next State."""
+        params = after.params
+        same = self._last is not None and self._last[1] is params and self._last[2]()
+        unchanged = self._last[2] if self._last is not None and same else tree.watch(params)
+        self._last = weakref.ref(after, self._forget), params, unchanged, leaves
+
+    def _forget(self, _: Any) -> None:  # the params of a State that nobody has
+        self._last = None
 
 
 def _check_options(options: StepOptions) -> None:

@@ -1,10 +1,7 @@
 """`make_step`: a train step in one process or over a mesh."""
 
-from contextlib import nullcontext
-
 import torch
 
-from fnmodels.ops.torch_compilation import without_guards
 from train.batch import Batches, microbatches
 from train.gradients import LossFn, Metrics, gradient_sums
 from train.loss import computed_in
@@ -16,7 +13,7 @@ from train.state import State
 from train.update import Plans, StepOptions, refuse_transforms, update
 
 from .evaluation import check_strategy
-from .graph import make_step_graph
+from .graph import GraphStep
 from .many import Step
 
 
@@ -100,8 +97,8 @@ def make_step(
         return Step(make_step_over(Parallelism(mesh, how), loss_fn, optimizer, options))
     loss = loss_fn if dtype is None else computed_in(dtype, loss_fn)
     if compile == "step":
-        # In place, a State with these tensors and a batch of these sizes pass the graph's guards again.
-        return Step(make_step_graph(loss, optimizer, options), without_guards if inplace else nullcontext)
+        graphs = GraphStep(loss, optimizer, options)
+        return Step(graphs, graphs.planned)
     sums_of = gradient_sums(loss, optimizer, remat=remat, compile=compile, counts=balance_rate is not None)
     plans = Plans(optimizer)
 

@@ -1,13 +1,14 @@
 """`Step`: a train step, and k of them in one call."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fnmodels import tree
+from fnmodels.ops.torch_compilation import without_guards
 from train.batch import Batches, Entries
 from train.gradients import Metrics
 from train.state import State
@@ -15,14 +16,22 @@ from train.update import StepFunction
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """A step of one batch. known: compiled code that has passed its guards before, in the same call of `many`."""
+
+    run: Callable[[State], tuple[State, Metrics]]
+    known: bool = False
+
+
+@dataclass(frozen=True)
 class Step:
     """The train step that `train.make_step` returns: step(state, batch) -> (state, metrics).
 
-    alike: what `many` runs in from the second step on, if all batches have the sizes of the first.
+    plan: (state, batches, whether these are of one shape) -> the steps of `many`; None: each batch is one of `one`.
     """
 
     one: StepFunction
-    alike: Callable[[], AbstractContextManager[Any]] = nullcontext
+    plan: Callable[[State, Sequence[Batches], bool], list[PlannedStep]] | None = None
 
     def __call__(self, state: State, batch: Batches) -> tuple[State, Metrics]:
         return self.one(state, batch)
@@ -40,17 +49,24 @@ class Step:
         Raises:
             ValueError: for no batch, for stacked entries that differ in k, and for metrics that have other shapes than
                 those of the first step. A batch that raises leaves the State of an in-place step used up, unless it is
-                the first.
+                the first. With compile="step" all batches are checked before the first step.
         """
-        first, *rest = _each(batches)
-        state, of_first = self.one(state, first)
-        metrics = [of_first]
-        with self.alike() if isinstance(batches, Mapping) else nullcontext():
-            for batch in rest:
-                state, of_step = self.one(state, batch)
-                _check_alike(of_first, of_step, len(metrics))
-                metrics.append(of_step)
+        given, metrics = _each(batches), list[Metrics]()
+        for known, steps in itertools.groupby(self._planned(state, given, batches), lambda step: step.known):
+            with without_guards() if known else nullcontext():
+                for step in steps:
+                    state, measured = step.run(state)
+                    if metrics:
+                        _check_alike(metrics[0], measured, len(metrics))
+                    metrics.append(measured)
         return state, tree.map(lambda *values: torch.stack(values), *metrics)
+
+    def _planned(
+        self, state: State, each: Sequence[Batches], batches: Entries | Sequence[Batches]
+    ) -> list[PlannedStep]:
+        if self.plan is not None:
+            return self.plan(state, each, isinstance(batches, Mapping))
+        return [PlannedStep(lambda state, batch=batch: self.one(state, batch)) for batch in each]
 
 
 def _check_alike(first: Metrics, other: Metrics, number: int) -> None:

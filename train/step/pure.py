@@ -30,7 +30,7 @@ def pure_step(
 
     Args:
         loss_fn: (params, batch) -> (sum, count) or (sum, count, aux), as for `make_step`. Second derivatives and jvp
-            need a loss whose operations have them, such as train.next_token_loss with kernel="math".
+            need a loss whose operations have them; attention of this package takes kernel="math" there by itself.
         optimizer: A `train.Optimizer`, of which `update` is used. Its rate may be a tensor, of a transform too.
         clip: The largest global norm of the gradient, a number or a 0-d tensor; None: no clipping.
 

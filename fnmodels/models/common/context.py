@@ -86,7 +86,9 @@ class Context:
         """
         if name in _DROPPED and (rate := getattr(self.dropout, _DROPPED[name])):
             noise: Noise = self.tensors["noise"]
-            value = dropped(value, noise.tokens, rate, name, shard=noise.mlp_shard if "neurons" in name else 0)
+            inside = name == "mlp.neurons"
+            keys, shard = (noise.neurons, noise.mlp_shard) if inside else (noise.tokens, 0)
+            value = dropped(value, keys, rate, name, shard=shard)
         if name in self.edits:
             value = self.edits[name](value, self.tensors["edit_tensors"].get(name, {}))
             self.aux["edited"] = (*self.aux.get("edited", ()), name)

@@ -54,12 +54,12 @@ def test_masks_are_those_of_python_integers():
         for i in range(5):
             kept = hashed(folded(int(keys[0, token]), base) ^ hashed((i + GOLDEN) & WORD)) >= drop
             assert out[0, token, i] == (1 / (1 - 0.3) if kept else 0)
-    full = dropped_weights(torch.ones(1, 6, 4, 4), Noise(keys, keys, keys, torch.tensor(0)), 0.3, "w")
+    full = dropped_weights(torch.ones(1, 6, 4, 4), Noise(keys, keys, keys, keys, torch.tensor(0)), 0.3, "w")
     for head, query, key in ((0, 0, 0), (5, 3, 1), (2, 1, 3), (4, 2, 2)):
         of_query = folded(folded(int(keys[0, query]), zlib.crc32(b"w")), head)
         assert bool(full[0, head, query, key]) == (hashed(of_query ^ hashed(int(keys[0, key]) ^ GOLDEN)) >= drop)
     second = dropped_weights(
-        torch.ones(1, 3, 2, 4), Noise(keys, keys[:, 2:], keys, torch.tensor(0), head_shard=1), 0.3, "w"
+        torch.ones(1, 3, 2, 4), Noise(keys, keys, keys[:, 2:], keys, torch.tensor(0), head_shard=1), 0.3, "w"
     )
     assert torch.equal(second, full[:, 3:, 2:])
 
@@ -116,7 +116,9 @@ def test_neighbours_are_independent():
         different = ~torch.eye(600, dtype=torch.bool)
         assert agreement(mask[different], other[different]) < 5 / 600
     keys = noise_keys(0, *rows(96, length=96))
-    weights = dropped_weights(torch.ones(1, 8, 96, 96), Noise(keys, keys, keys, torch.tensor(0)), 0.5, "w")[0] == 0
+    weights = (
+        dropped_weights(torch.ones(1, 8, 96, 96), Noise(keys, keys, keys, keys, torch.tensor(0)), 0.5, "w")[0] == 0
+    )
     for other in (weights.roll(1, 0), weights.roll(1, 1), weights.roll(1, 2), weights.mT):
         different = (weights != other) | ~torch.eye(96, dtype=torch.bool)
         assert agreement(weights[different], other[different]) < 0.03

@@ -19,7 +19,7 @@ from train.comm.dtensor import local_tree
 from train.parallel import Mesh, Strategy
 from train.parallel.placement import shardings
 
-RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15)
+RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15, neurons=0.25)
 
 
 def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
@@ -48,12 +48,17 @@ def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, A
     [
         ("llama", "dp=2", {}, {"accumulate": 2}),
         ("llama", "fsdp=2,tp=2", {"sequence": True}, {"remat": "full"}),
+        ("llama", "tp=2", {"sequence": True}, {"accumulate": 2}),
         ("gpt_oss", "tp=2", {}, {}),
+        ("deepseek", "ep=2", {}, {}),
         ("deepseek", "ep=2,tp=2", {}, {}),
+        ("deepseek", "ep=2,tp=2", {"sequence": True}, {}),
         ("llama", "cp=2", {}, {"remat": "full"}),
         ("gpt_oss", "cp=2", {"context": "ring", "order": "head_tail"}, {}),
         ("llama", "cp=2", {"context": "ulysses", "order": None}, {}),
+        ("llama", "cp=2,tp=2", {"context": "ulysses", "order": None, "sequence": True}, {}),
         ("llama", "pp=2", {}, {"accumulate": 4}),
+        ("llama", "pp=2,tp=2", {"sequence": True}, {"accumulate": 4, "remat": "full"}),
         ("deepseek", "pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble", "virtual": 1}, {"accumulate": 4}),
     ],
 )

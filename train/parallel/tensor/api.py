@@ -228,8 +228,9 @@ class TensorParallel:
                 return value
             if name == "shared":  # of each token, see `Traits.reads_ids`
                 return tree.map(lambda of_tokens: mine("", of_tokens), value)
-            if isinstance(value, Noise):  # attention has all positions
-                return dataclasses.replace(value, tokens=value.tokens[:, own])
+            if isinstance(value, Noise):  # attention has all positions, and an MLP of which each rank has some neurons
+                neurons = value.neurons if MLP in self.sharded else value.neurons[:, own]
+                return dataclasses.replace(value, tokens=value.tokens[:, own], neurons=neurons)
             return self.region.cut(value) if value.is_floating_point() else value[:, own]
 
         return x, {name: mine(name, value) for name, value in more.items()}
