@@ -81,12 +81,11 @@ def test_params_of_a_state_that_nobody_has_are_freed(graphs):
     assert leaf() is None
 
 
-@pytest.mark.parametrize("order", [(0, 1, 0, 1, 1, 0), (1, 0, 0, 1)], ids=str)
-def test_many_steps_of_plain_and_packed_rows_are_single_ones(graphs, order):
+def test_many_steps_of_plain_and_packed_rows_are_single_ones(graphs):
     """Whose graphs differ, as plain rows have a layout; each is compiled once."""
     config, optimizer = llama_of(), train.adamw(0.05)
     of_model = functools.partial(train.next_token_loss, config=config)
-    batches = [model_batch(config, bool(packed)) for packed in order]
+    batches = [model_batch(config, bool(packed)) for packed in (0, 1, 0, 1, 1, 0)]
     step, initial = (
         make_step(of_model, optimizer, compile="step"),
         lambda: init_state(generic_params(config), optimizer),
@@ -99,24 +98,20 @@ def test_many_steps_of_plain_and_packed_rows_are_single_ones(graphs, order):
     assert same_bits(step.many(initial(), batches)[0], after) and len(graphs) == 2
 
 
-def other(batch, name):
-    """The batch with weights in fp64, with one row, or with shorter rows."""
-    if name == "weights":
-        return batch | {"weights": torch.ones(batch["tokens"].shape, dtype=torch.float64)}
-    return tree.map(lambda t: t[:1] if name == "rows" else t[:, :8], batch)
-
-
-@pytest.mark.parametrize("name", ["weights", "rows", "length"])
-def test_batches_of_other_forms_have_steps_of_their_own(graphs, name):
+@pytest.mark.slow
+def test_batches_of_other_forms_have_steps_of_their_own(graphs):
+    """After plain rows packed ones, weights in fp64, fewer rows and shorter ones."""
     config, optimizer = llama_of(), train.adamw(0.05)
     of_model = functools.partial(train.next_token_loss, config=config)
     plain = model_batch(config, False)
-    batches = [plain, other(plain, name), model_batch(config, True), plain]
+    weighted = plain | {"weights": torch.ones(plain["tokens"].shape, dtype=torch.float64)}
+    fewer, shorter = (tree.map(cut, plain) for cut in (lambda t: t[:1], lambda t: t[:, :8]))
+    batches = [plain, model_batch(config, True), weighted, fewer, shorter, plain]
     initial = lambda: init_state(generic_params(config), optimizer)  # noqa: E731
-    found = run(make_step(of_model, optimizer, compile="step"), initial(), batches)
+    step = make_step(of_model, optimizer, compile="step")
+    found = run(step, initial(), batches)
     assert_close(found, run(make_step(of_model, optimizer), initial(), batches), atol=1e-4)
-    several = make_step(of_model, optimizer, compile="step").many(initial(), batches)
-    assert same_bits(several[0], found[0])
+    assert same_bits(step.many(initial(), batches)[0], found[0]) and len(graphs) == 5
 
 
 def test_a_batch_that_many_steps_cannot_take_leaves_the_state_as_it_was(graphs):
