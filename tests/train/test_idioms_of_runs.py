@@ -1,0 +1,98 @@
+"""What JAX users write around a step, equal in fp64 to jax and optax as in `test_idioms`: several batches, averages of
+parameters, recomputation by a policy, and caches. Meshes are in parallel/test_mesh_in_jax.py. Skipped without jax."""
+
+import functools
+
+import pytest
+import torch
+from torch.func import vmap
+
+import fnmodels
+import train
+from fnmodels import tree
+from tests.train.test_idioms import (
+    BATCHES,
+    BETAS,
+    CONFIG,
+    EPS,
+    LENGTH,
+    LOSS,
+    _in_fp64,  # noqa: F401  a fixture of every test
+    batch_of,
+    close,
+    jax,
+    of_jax,
+    optax,
+    p,
+    params_of,
+    their_logits,
+    their_mean,
+    their_step,
+)
+
+pytestmark = pytest.mark.slow  # jax compiles for seconds
+
+
+def test_microbatches_are_multi_steps():
+    """optax.MultiSteps there, accumulate here, or a list of microbatches."""
+    other = optax.MultiSteps(optax.adamw(1e-2, **BETAS), every_k_schedule=2)
+    optimizer, q = train.adamw(1e-2, eps=EPS), of_jax(p)
+    theirs = q, other.init(q)
+    for each in BATCHES:
+        theirs, _ = their_step(other, theirs, of_jax(each))
+    joint = [tree.map(lambda *parts: torch.cat(parts), *BATCHES[at : at + 2]) for at in (0, 2)]
+    for batches, options in ((joint, {"accumulate": 2}), ((BATCHES[:2], BATCHES[2:]), {})):
+        step, state = train.make_step(LOSS, optimizer, **options), train.init_state(p, optimizer)
+        for each in batches:
+            state, _ = step(state, each)
+        close(state.params, theirs[0])
+
+
+def test_averages_of_parameters():
+    """optax.ema from the first parameters, without its correction of an average that begins at 0."""
+    optimizer, other = train.with_ema(train.adamw(1e-2, eps=EPS), 0.9), optax.adamw(1e-2, **BETAS)
+    q, average = of_jax(p), optax.ema(0.9, debias=False)
+    theirs, held = (q, other.init(q)), average.init(q)._replace(ema=q)
+    step, state = train.make_step(LOSS, optimizer), train.init_state(p, optimizer)
+    for each in BATCHES:
+        state, _ = step(state, each)
+        theirs, _ = their_step(other, theirs, of_jax(each))
+        _, held = average.update(theirs[0], held)
+        close(state.opt_state["ema"], held.ema)
+    close(state.params, theirs[0])
+
+
+@pytest.mark.parametrize("remat", ["full", "selective", "every:2"])
+def test_recomputation_by_a_policy(remat):
+    """jax.checkpoint with a policy there; the results of matmuls are kept, or inputs of layers."""
+    policy = jax.checkpoint_policies.dots_saveable if remat == "selective" else None
+    checkpointed = jax.checkpoint(their_mean, policy=policy)
+    optimizer, other, q = train.adamw(1e-2, eps=EPS), optax.adamw(1e-2, **BETAS), of_jax(p)
+    theirs = q, other.init(q)
+    step, state = train.make_step(LOSS, optimizer, remat=remat), train.init_state(p, optimizer)
+    for each in BATCHES[:2]:
+        state, metrics = step(state, each)
+        theirs, value = their_step(other, theirs, of_jax(each), checkpointed)
+        close([metrics["loss"]], [value])
+    close(state.params, theirs[0])
+
+
+def test_prefill_and_decode_by_vmap():
+    """Of models and of rows: the logits of a step on each one's cache are those of the whole rows in jax."""
+    members = tree.stack([params_of(seed) for seed in range(3)])
+    tokens = torch.stack([batch_of(seed)["tokens"] for seed in range(3)])  # [3, 2, 8]
+    caches = tree.stack([fnmodels.init_cache(CONFIG, 2, LENGTH, dtype=torch.float64) for _ in range(3)])
+    empty = fnmodels.init_cache(CONFIG, 2, LENGTH, dtype=torch.float64)
+    first = fnmodels.prepare_step(CONFIG, tokens[0, :, :5], empty)
+    _, filled = fnmodels.prefill(tree.map(lambda leaf: leaf[0], members), *first, empty, config=CONFIG)
+    second = fnmodels.prepare_step(CONFIG, tokens[0, :, 5:], filled)
+
+    def run(function, params, ids, cache, prepared):
+        inputs, masks, freqs = prepared
+        return function(params, inputs | {"tokens": ids}, masks, freqs, cache, config=CONFIG)
+
+    early, caches = vmap(functools.partial(run, fnmodels.prefill, prepared=first))(members, tokens[:, :, :5], caches)
+    late, _ = vmap(functools.partial(run, fnmodels.decode, prepared=second))(members, tokens[:, :, 5:], caches)
+    wanted = jax.jit(jax.vmap(their_logits))(of_jax(members), of_jax({"ids": tokens})["ids"])
+    close(late, wanted[:, :, 5:])
+    close(early[:, :, -1:], wanted[:, :, 4:5])
