@@ -36,7 +36,6 @@ from .many import PlannedStep
 
 Layouts = tuple[Layout | None, ...]  # of each microbatch
 Graph = Callable[[Tree, Tree, Tensor, list[Entries]], tuple[State | None, Metrics]]
-Leaves = tuple[tuple[str, torch.Size, torch.dtype], ...]  # of the params
 
 
 class GraphStep:
@@ -52,14 +51,15 @@ class GraphStep:
         counts = options.balance_rate is not None
         self._loss, self._optimizer, self._options = caller(loss_fn, counts=counts), optimizer, options
         self._sums_of = gradient_sums(loss_fn, optimizer, counts=counts)
+        self._structures: dict[tuple[Any, ...], int] = {}  # of paths, shapes and dtypes
         self._graphs: dict[Any, Graph] = {}
-        self._checked: set[Any] = set()
-        self._last: tuple[weakref.ref[State], Tree, Callable[[], bool], Leaves] | None = None
+        self._checked: dict[Any, Graph] = {}
+        self._last: tuple[weakref.ref[State], Tree, Callable[[], bool], int] | None = None
 
     def __call__(self, state: State, batch: Batches) -> tuple[State, Metrics]:
         refuse_transforms()
-        leaves = self._leaves_of(state)
-        return self._run(*self._graph_of(state, leaves, batch), leaves, state)
+        structure = self._structure_of(state)
+        return self._run(*self._graph_of(state, structure, batch), structure, state)
 
     def planned(self, state: State, batches: Sequence[Batches], alike: bool) -> list[PlannedStep]:
         """Steps of these batches, the first from this State; what can be checked is, before any of them runs.
@@ -68,43 +68,45 @@ class GraphStep:
         then called without its guards.
         """
         refuse_transforms()
-        leaves = self._leaves_of(state)
-        graphs = [self._graph_of(state, leaves, batch) for batch in batches]
+        structure = self._structure_of(state)
+        graphs = [self._graph_of(state, structure, batch) for batch in batches]
         # In place, the same State and such a batch pass the guards again that these have passed before.
         seen: set[Graph] = set()
         steps = []
         for graph, parts in graphs:
-            run = functools.partial(self._run, graph, parts, leaves)
+            run = functools.partial(self._run, graph, parts, structure)
             steps.append(PlannedStep(run, known=alike and self._options.inplace and graph in seen))
             seen.add(graph)
         return steps
 
-    def _leaves_of(self, state: State) -> Leaves:
-        """The structure of the params; the State is checked unless the last step returned it and it is unchanged."""
+    def _structure_of(self, state: State) -> int:
+        """The number of the params' structure; the State is checked unless the last step returned it and it is unchanged."""
         if self._last is not None:
-            last, _, unchanged, leaves = self._last
+            last, _, unchanged, structure = self._last
             if last() is state and unchanged():
-                return leaves
+                return structure
         check_state(self._optimizer, state)
-        return tuple((path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten(state.params).items())
+        leaves = tuple((path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten(state.params).items())
+        return self._structures.setdefault(leaves, len(self._structures))
 
-    def _graph_of(self, state: State, leaves: Leaves, batch: Batches) -> tuple[Graph, list[Entries]]:
+    def _graph_of(self, state: State, structure: int, batch: Batches) -> tuple[Graph, list[Entries]]:
         """(the graph of a batch and such params, the microbatches)."""
         parts = microbatches(batch, self._options.accumulate)
         layouts = tuple(map(layout_of, parts))
         sizes = ((path, t.shape, t.dtype) for part in parts for path, t in tree.flatten(part).items())
-        key = (layouts, leaves, *sizes)
-        if key not in self._checked:
+        key = (layouts, structure, *sizes)
+        graph = self._checked.get(key)
+        if graph is None:
             sums = self._sums_of(state.params, parts)
             check_reached(sums)
+            if (graph := self._graphs.get(key)) is None:
+                step = functools.partial(_step, self._loss, self._optimizer, self._options, layouts)
+                graph = self._graphs[key] = gradient_graph(step)
             if sums.count > 0:  # without valid tokens nothing is checked
-                self._checked.add(key)
-        if key not in self._graphs:
-            step = functools.partial(_step, self._loss, self._optimizer, self._options, layouts)
-            self._graphs[key] = gradient_graph(step)
-        return self._graphs[key], parts
+                self._checked[key] = graph
+        return graph, parts
 
-    def _run(self, graph: Graph, parts: list[Entries], leaves: Leaves, state: State) -> tuple[State, Metrics]:
+    def _run(self, graph: Graph, parts: list[Entries], structure: int, state: State) -> tuple[State, Metrics]:
         try:
             with torch.no_grad():
                 after, metrics = graph(state.params, state.opt_state, state.step, parts)
@@ -113,15 +115,15 @@ class GraphStep:
         if after is None:
             after = State(state.step, state.params, state.opt_state)
             consume(state)
-        self._keep(after, leaves)
+        self._keep(after, structure)
         return after, metrics
 
-    def _keep(self, after: State, leaves: Leaves) -> None:
-        """Expects `after`, whose params have these leaves, as the next State."""
+    def _keep(self, after: State, structure: int) -> None:
+        """Expects `after`, whose params have this structure, as the next State."""
         params = after.params
         same = self._last is not None and self._last[1] is params and self._last[2]()
         unchanged = self._last[2] if self._last is not None and same else tree.watch(params)
-        self._last = weakref.ref(after, self._forget), params, unchanged, leaves
+        self._last = weakref.ref(after, self._forget), params, unchanged, structure
 
     def _forget(self, _: Any) -> None:  # the params of a State that nobody has
         self._last = None

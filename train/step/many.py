@@ -1,5 +1,6 @@
 """`Step`: a train step, and k of them in one call."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -66,7 +67,11 @@ class Step:
     ) -> list[PlannedStep]:
         if self.plan is not None:
             return self.plan(state, each, isinstance(batches, Mapping))
-        return [PlannedStep(lambda state, batch=batch: self.one(state, batch)) for batch in each]
+        return [PlannedStep(functools.partial(_step_of, self.one, batch)) for batch in each]
+
+
+def _step_of(one: StepFunction, batch: Batches, state: State) -> tuple[State, Metrics]:
+    return one(state, batch)
 
 
 def _check_alike(first: Metrics, other: Metrics, number: int) -> None:
