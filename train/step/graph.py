@@ -80,7 +80,7 @@ class GraphStep:
         return steps
 
     def _structure_of(self, state: State) -> int:
-        """The number of the params' structure; the State is checked unless the last step returned it and it is unchanged."""
+        """The number of the params' structure. The State is checked, but for one that the last step left so."""
         if self._last is not None:
             last, _, unchanged, structure = self._last
             if last() is state and unchanged():
