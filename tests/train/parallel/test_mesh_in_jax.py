@@ -44,7 +44,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 
 
 def stepped(text: str, strategy: dict[str, Any], options: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
-    """(the losses of the steps, {path: (where this rank's shard lies in the leaf, the shard)})."""
+    """(the losses of the steps, {path: (the [start, stop] of this rank's shard in each dimension, its values)})."""
     mesh, how = Mesh.parse(text), Strategy(**strategy)
     placements = P.plan(fnmodels.family_of(CONFIG).spec(CONFIG), rules_of(mesh, CONFIG), devices(mesh))
     whole = tree.flatten(start())
@@ -56,7 +56,8 @@ def stepped(text: str, strategy: dict[str, Any], options: dict[str, Any]) -> tup
         state, metrics = step(state, batch(seed))
         losses.append(metrics["loss"].item())
     boxes, held = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
-    return losses, {path: (boxes[path].local_box(), leaf.detach()) for path, leaf in held.items()}
+    ends = {path: [[part.start, part.stop] for part in boxes[path].local_box()] for path in held}
+    return losses, {path: (ends[path], leaf.tolist()) for path, leaf in held.items()}
 
 
 @functools.cache
@@ -94,5 +95,7 @@ def test_steps_over_a_mesh_are_those_of_jax(
     for rank_losses, shards in found:
         torch.testing.assert_close(rank_losses, losses, rtol=1e-10, atol=1e-10)
         assert shards.keys() == after.keys()
-        for path, (box, shard) in shards.items():
-            torch.testing.assert_close(shard, after[path][box], rtol=1e-10, atol=1e-10, msg=path)
+        for path, (ends, values) in shards.items():
+            want = after[path][tuple(slice(*pair) for pair in ends)]
+            shard = torch.tensor(values, dtype=torch.float64)
+            torch.testing.assert_close(shard, want, rtol=1e-10, atol=1e-10, msg=path)
