@@ -80,14 +80,6 @@ def acting_mlp(
     return linear(neurons, layer["down_proj"], layer.get("down_bias"))
 
 
-def glu_mlp(
-    layer: Mapping[str, Tensor], x: Tensor, act: Callable[[Tensor, Tensor], Tensor], *, tap: Tap = untapped
-) -> Tensor:
-    """As `gated_mlp` without biases, with any function of gate(x) and up(x), such as a clamped one."""
-    gate, up = linears(x, layer, ("gate", "up"))
-    return linear(tap("mlp.neurons", act(tap("mlp.pre", gate), up)), layer["down_proj"])
-
-
 def plain_mlp(layer: Mapping[str, Tensor], x: Tensor, *, activation: str, tap: Tap = untapped) -> Tensor:
     """down(activation(up(x))), without a gate (arXiv 1706.03762); x [..., D]. The biases are optional leaves.
 

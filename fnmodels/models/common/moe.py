@@ -177,6 +177,8 @@ class GroupedConfig(SharedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_groups(self)
+        if self.num_nextn_predict_layers < 0:
+            raise ConfigError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; there are at least 0.")
 
 
 SHARED = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok", "n_shared_experts")

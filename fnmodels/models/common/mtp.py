@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fnmodels.errors import ConfigError
 from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
@@ -21,6 +23,8 @@ def blocks(config: Any) -> tuple[Any, int]:
 
     That is the model itself and its last layer, or a model of the family's `mtp_kinds` and all of its layers.
     """
+    if torch.compiler.is_compiling():  # dynamo does not look into the memory, and warns of it
+        return _blocks.__wrapped__(config, config.model_type)
     return _blocks(config, config.model_type)
 
 
@@ -55,9 +59,21 @@ def _reads(kind: LayerKind) -> tuple[Any, ...]:
     return kind.attends, kind.rotates, kind.source
 
 
-def check_kinds(config: Any, kinds: Sequence[str]) -> None:
-    """ConfigError for MTP heads whose block has a layer with a mask or rotary table that no layer of the model has."""
-    if config.num_nextn_predict_layers:
+def check_kinds(config: Any, kinds: Sequence[str], *, most: int | None = None) -> None:
+    """ConfigError for MTP heads whose block has a layer with a mask or rotary table that no layer of the model has.
+
+    Or for a number of heads that is negative, or above `most`; or for several layers with experts, of whose counts one
+    head would return the last.
+    """
+    count = config.num_nextn_predict_layers
+    if count < 0 or (most is not None and count > most):
+        allowed = "at least 0" if most is None else f"from 0 to {most}"
+        raise ConfigError(f"num_nextn_predict_layers is {count}; the MTP heads of this family are {allowed}.")
+    if count and sum(LayerKind.parse(kind).routed for kind in kinds) > 1:
+        raise ConfigError(
+            f"The block of an MTP head has the layers {tuple(kinds)}; one of them at most may have experts."
+        )
+    if count:
         for kind in kinds:
             if like(kind, config.layer_kinds) is None:
                 raise ConfigError(

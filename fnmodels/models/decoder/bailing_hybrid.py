@@ -93,6 +93,8 @@ class Config(mla.LatentMixtureConfig):
             ("linear" if near else "full") + ("_moe" if routed else "")
             for near, routed in zip(linear, mixture.routed_layers(fields, layers, 2), strict=True)
         )
+        if all(linear) and "num_nextn_predict_layers" not in rest:
+            experts["num_nextn_predict_layers"] = 0  # whose block is one of attention
         fields.expect("linear_num_heads", sizes["num_attention_heads"])
         kernel = fields.integer("short_conv_kernel_size", 4, high=1 << 16)
         fields.expect("linear_conv_kernel_dim", kernel)

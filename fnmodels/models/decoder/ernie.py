@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
@@ -52,10 +51,7 @@ class Config(decoder.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_nextn_predict_layers > 1:
-            raise UnsupportedError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; ERNIE has at most one MTP head."
-            )
+        mtp.check_kinds(self, mtp_kinds(self), most=1)
         if "full_moe" in self.layer_kinds:
             mixture.check_experts(self.num_experts, self.num_experts_per_tok)
 

@@ -53,7 +53,7 @@ class Config(mixture.GroupedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mtp.check_kinds(self, mtp_kinds(self))
+        mtp.check_kinds(self, mtp_kinds(self), most=1)
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":

@@ -38,7 +38,7 @@ from fnmodels.models.common.spec import (
 from fnmodels.models.common.storage import Stored, fuse, renamed
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv
 from fnmodels.ops.indexers.blocks import BlockIndexer
-from fnmodels.ops.mlp import clamped_swiglu, glu_mlp
+from fnmodels.ops.mlp import acting_mlp, clamped_swiglu
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
 from fnmodels.tree import Tree, flatten
@@ -102,7 +102,7 @@ class Config(decoder.SizesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        mtp.check_kinds(self, _HEAD)
+        mtp.check_kinds(self, _HEAD, most=1)
         mixture.check_experts(self.num_local_experts, self.num_experts_per_tok)
         decoder.check_sizes(self, "dense_intermediate_size", "shared_intermediate_size", "index_block_size")
         decoder.check_sizes(self, "index_head_dim", "index_topk_blocks", "index_local_blocks")
@@ -327,7 +327,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm_zero_centered(x, layer["post_attention_layernorm"], eps=eps)
     act = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     if not LayerKind.parse(kind).routed:
-        return x + ctx.tap("mlp", glu_mlp(mlp, normed, act, tap=ctx.tap))
+        return x + ctx.tap("mlp", acting_mlp(mlp, normed, act=act, tap=ctx.tap))
     choice = {"k": config.num_experts_per_tok, "bias": mlp["selection_bias"], "scale": config.routed_scaling_factor}
     route = functools.partial(sigmoid_top_k, renormalize=True, **choice)
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=act, dtypes=ROUTER))

@@ -39,7 +39,7 @@ from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, project_qkv, split_heads
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import glu, glu_mlp, limited_glu
+from fnmodels.ops.mlp import acting_mlp, glu, limited_glu
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm_zero_centered
@@ -209,7 +209,7 @@ def _published(fields: Fields) -> Fields:
     if named is not None and values.get("mlp_layer_types") is None:  # transformers reads it in this case alone
         texts = named.split(",") if isinstance(named, str) else named
         if isinstance(texts, list):
-            texts = [int(one) if str(one).strip().isdigit() else one for one in texts if one != ""]
+            texts = [int(one) if str(one).strip().isdecimal() else one for one in texts if one != ""]
         routed = mixture.numbers_of_layers(fields, "moe_layers_enum", texts, every)
         values["mlp_layer_types"] = ["sparse" if index in routed else "dense" for index in range(layers)]
     slides = decoder.sliding_layers(Fields(values, fields.where), [False] * layers)
@@ -324,7 +324,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     form = _split(kind)[1]
     of_experts, of_shared = (_act(limit, config) for limit in ((0.0, 0.0) if form is None else config.limits[form]))
     if not LayerKind.parse(kind).routed:
-        return x + ctx.tap("mlp", glu_mlp(mlp, normed, of_shared, tap=ctx.tap))
+        return x + ctx.tap("mlp", acting_mlp(mlp, normed, act=of_shared, tap=ctx.tap))
     choice: dict[str, Any] = {"k": config.num_experts_per_tok, "bias": mlp["selection_bias"], "norm_eps": 0.0}
     route = functools.partial(sigmoid_top_k, renormalize=True, scale=config.moe_router_scaling_factor, **choice)
     return x + ctx.tap("mlp", ctx.moe(mlp, normed, route, act=(of_experts, of_shared), dtypes=ROUTER))

@@ -130,7 +130,13 @@ def test_published_files_are_read() -> None:
     names = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
     names |= {"layer_scale_init_value": "ls_init_value"}
     tower: dict[str, Any] = {names.get(name, name): value for name, value in _VISION.items()}
-    tower |= {"use_cls_token": False, "use_ln_post": False, "pool_type": "none", "output_dim": None}
+    tower |= {
+        "model_type": "perception_encoder",
+        "use_cls_token": False,
+        "use_ln_post": False,
+        "pool_type": "none",
+        "output_dim": None,
+    }
     outer = _PLAIN | {"understand_projector_stride": 2, "image_token_len": 169, "patch_token_len": 81}
     assert step3p7.Config.from_hf(outer | {"vision_config": tower}) == _config("step3p7")
     for change, words in (({"use_cls_token": True}, "'use_cls_token' is true"), ({"intermediate_size": 7}, "only 40")):
