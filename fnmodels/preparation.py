@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +24,9 @@ from fnmodels.ops.position_range import check_positions, position_range
 from fnmodels.ops.torch_internals import traced, undisturbed, versions
 
 Prepared = tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]
-_SHORT = 1024  # tokens of a row up to which what `prepare_again` keeps is small
-_KEPT = 16  # sizes of batches
+_FEW = 4096  # tokens of a batch up to which `prepare_again` keeps what it makes: a few MB, and larger steps gain little
+_KEPT = 8  # sizes of batches
+_learns = operator.attrgetter("requires_grad")
 
 
 def prepare(
@@ -191,10 +193,13 @@ def prepare_again(
     length: int | Tensor | None = None,
     rng: Tensor | None = None,
 ) -> Prepared:
-    """`prepare` of one of many batches, whose results are not written to: masks and tables may be those of others.
+    """`prepare` of one of many batches, whose tensors are not written to: masks and tables may be those of others.
 
-    Batches on the CPU whose rows are one short document each, from position 0, share them, and so what
-    `fnmodels.stack.ready` notes on the mask. Whether a batch is one of these is read from its values.
+    Small batches on the CPU whose rows are one document each, from position 0, share them, and so what
+    `fnmodels.stack.ready` notes on the mask. Whether a batch is one of these is read from its values. The dicts are the
+    caller's own. After a write to a shared tensor, or `requires_grad_`, all are made anew; writes that torch does not
+    count, through `.data` or a numpy array of the same memory, are not seen, nor are functions that are replaced later
+    other than the family's own.
     """
     sizes = positions.shape
     usual = None
@@ -203,11 +208,15 @@ def prepare_again(
     if usual is None:
         given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "length": length, "rng": rng}
         return prepare(config, tokens, **given)
-    return with_tokens(config, usual.made, check_tokens(tokens), usual.positions, usual.segment_ids)
+    given, masks, tables = usual.made
+    made = given, dict(masks), dict(tables)
+    return with_tokens(config, made, check_tokens(tokens), usual.positions, usual.segment_ids)
 
 
 def _usual_rows(config: Any, positions: Tensor, segment_ids: Tensor) -> _Rows | None:
-    """What batches of this size share, if the values are those of rows of one short document each; None otherwise."""
+    """What batches of this size share, if the values are those of rows of one document each; None otherwise."""
+    if not positions.dtype is segment_ids.dtype is torch.int64:
+        return None  # `prepare` converts or refuses
     ids, places = at_hand(segment_ids), at_hand(positions)
     if ids is None or places is None or traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         return None
@@ -220,7 +229,7 @@ def _if_usual(config: Any, positions: Tensor, segment_ids: Tensor) -> _Rows | No
     usual = _of_rows(functions, config, *positions.shape)
     if usual is None or not torch.equal(positions, usual.positions) or not torch.equal(segment_ids, usual.segment_ids):
         return None
-    if usual.writes is not None and versions(usual.tensors) == usual.writes:
+    if usual.writes is not None and versions(usual.tensors) == usual.writes and not any(map(_learns, usual.tensors)):
         return usual
     _of_rows.cache_clear()
     return None
@@ -230,7 +239,7 @@ def _if_usual(config: Any, positions: Tensor, segment_ids: Tensor) -> _Rows | No
 def _of_rows(functions: Any, config: Any, rows: int, length: int) -> _Rows | None:
     """functions: those of the family, so that others have other results. None for sizes that are not kept."""
     most = position_range(config)
-    if not rows or not 0 < length <= _SHORT or (most is not None and length > most):  # of which each batch warns
+    if not 0 < rows * length <= _FEW or (most is not None and length > most):  # of which each batch warns
         return None
     segment_ids = torch.ones((1, 1), dtype=torch.long, device="cpu").expand(rows, length)
     positions = torch.arange(length, device="cpu").expand(rows, length)

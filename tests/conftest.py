@@ -1,9 +1,11 @@
 """Settings of every test: property tests draw the same examples on each run, and no deadline, for compilers warm up."""
 
+import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -25,6 +27,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Guard())
     # tiny configs are for few positions
     config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
+    for name in ("setattr", "delattr", "setitem", "delitem", "undo"):
+        setattr(pytest.MonkeyPatch, name, _with_fresh_rows(getattr(pytest.MonkeyPatch, name)))
+
+
+def _with_fresh_rows(patch: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of MonkeyPatch after which `fnmodels.preparation.prepare_again` shares nothing made before it.
+
+    A planted bug is in the tables of the test that plants it, and in those of no other.
+    """
+
+    @functools.wraps(patch)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = patch(*args, **kwargs)
+        if (module := sys.modules.get("fnmodels.preparation")) is not None:
+            module._of_rows.cache_clear()
+        return result
+
+    return patched
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -14,6 +14,7 @@ import params as P
 import train
 from fnmodels import gemma, llama, tree
 from fnmodels.errors import PositionWarning
+from fnmodels.models.common.decoder import masks_and_tables
 from fnmodels.preparation import prepare_again
 from train import run_options
 from train.losses import next_token
@@ -89,6 +90,48 @@ def test_what_was_written_to_is_not_shared_again() -> None:
     written[0]["valid"].as_strided((1,), (1,)).zero_()  # the memory of all of its elements
     assert_prepared(prepare_again(CONFIG, tokens_of(0), **USUAL), CONFIG, tokens_of(0), **USUAL)
     assert_prepared(prepare_again(CONFIG, tokens_of(0), **USUAL), CONFIG, tokens_of(0), **USUAL)
+
+
+def test_dicts_are_the_callers_own() -> None:
+    for part, kind in ((0, "valid"), (1, "full"), (2, "full")):
+        prepare_again(CONFIG, tokens_of(0), **USUAL)[part].pop(kind)
+    assert_prepared(prepare_again(CONFIG, tokens_of(0), **USUAL), CONFIG, tokens_of(0), **USUAL)
+
+
+def test_a_table_that_learns_is_not_shared_again() -> None:
+    prepare_again(CONFIG, tokens_of(0), **USUAL)[2]["full"].requires_grad_()
+    for _ in range(2):
+        assert not prepare_again(CONFIG, tokens_of(0), **USUAL)[2]["full"].requires_grad
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_other_dtypes_are_converted_or_refused_as_by_prepare(name: str) -> None:
+    prepare_again(CONFIG, tokens_of(0), **USUAL)
+    with pytest.raises(ValueError, match=f"{name}.*float32"):
+        prepare_again(CONFIG, tokens_of(0), **USUAL | {name: USUAL[name].float()})
+    narrow = USUAL | {name: USUAL[name].to(torch.int32)}
+    assert_prepared(prepare_again(CONFIG, tokens_of(0), **narrow), CONFIG, tokens_of(0), **USUAL)
+
+
+def test_large_batches_are_not_kept() -> None:
+    def is_kept(rows: int) -> bool:
+        ones = torch.ones(rows, 1024, dtype=torch.int64)
+        config = dataclasses.replace(CONFIG, max_position_embeddings=1024)
+        made = [
+            prepare_again(config, 0 * ones, positions=ones.cumsum(1) - 1, segment_ids=ones.clone()) for _ in range(2)
+        ]
+        return mask_of(made[0]) is mask_of(made[1])
+
+    assert is_kept(4) and not is_kept(5)
+
+
+def test_a_patch_is_in_the_tables_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = prepare_again(CONFIG, tokens_of(0), **USUAL)[2]["full"]
+    with monkeypatch.context() as patch:
+        made = masks_and_tables.rotary_table
+        patch.setattr(masks_and_tables, "rotary_table", lambda *args: 0.5 * made(*args))
+        assert torch.equal(prepare_again(CONFIG, tokens_of(0), **USUAL)[2]["full"], 0.5 * before)
+    assert torch.equal(prepare_again(CONFIG, tokens_of(0), **USUAL)[2]["full"], before)
 
 
 def test_tensors_of_inference_mode_are_not_shared() -> None:

@@ -8,11 +8,11 @@
 
 The loaders of vLLM and SGLang take the pairs (name, tensor) of one bucket at a time: `load_weights(bucket.tensors())`.
 SGLang joins some tensors of a module (q_a_proj and kv_a_proj_with_mqa of DeepSeek-V3) within one such call and leaves
-one that comes alone unread, without an error; so tensors of a module that follow each other travel together.
+one that comes alone unread, without an error; so tensors of a module that follow each other travel together, those of
+its projections (self_attn.q_proj.weight) and its own (self_attn.sinks).
 """
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
@@ -123,7 +123,9 @@ def changed(tensors: Iterable[tuple[str, Tensor]], has: MutableMapping[str, byte
     Yields:
         (name, tensor).
     """
-    for module in _modules(tensors):
+    for module in _modules(
+        (name, tensor.detach().clone()) for name, tensor in tensors
+    ):  # whose memory may be used again
         digests = {name: _digest(tensor) for name, tensor in module}
         if any(has.get(name) != digest for name, digest in digests.items()):
             has.update(digests)
@@ -134,8 +136,9 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket
     """Packs tensors in their order into buckets of at most `size` bytes; a larger module has a bucket of its own.
 
     Args:
-        tensors: (name, tensor), such as `engine.export()`. They are copied: the next update changes no bucket.
-        size: Bytes.
+        tensors: (name, tensor), such as `engine.export()`. Each is copied before the next one is asked for: neither the
+            next update nor a source that uses its memory again changes a bucket.
+        size: Bytes, which are allocated for each bucket when its first tensor comes.
 
     Yields:
         The buckets, of which the last says so. Where there are no tensors it is empty.
@@ -145,16 +148,15 @@ def buckets(tensors: Iterable[tuple[str, Tensor]], size: int) -> Iterator[Bucket
     """
     if size < 1:
         raise ValueError(f"The size of a bucket is {size}; it must be a number of bytes above 0.")
-    number, total = 0, 0
-    held: list[tuple[str, Tensor]] = []
-    for module in _modules(tensors):
-        nbytes = sum(_padded(tensor.nbytes) for _, tensor in module)
-        if held and total + nbytes > size:
-            yield _packed(number, held, last=False)
-            number, total, held = number + 1, 0, []
-        held += module
-        total += nbytes
-    yield _packed(number, held, last=True)
+    filling, before = _Filling(size), frozenset[str]()
+    for name, tensor in tensors:
+        of = _modules_of(name)
+        if not of & before:
+            filling.end_module()
+        yield from filling.add(name, tensor)
+        before = of
+    filling.end_module()
+    yield filling.cut(last=True)
 
 
 def received(arriving: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
@@ -175,25 +177,82 @@ def received(arriving: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:
             raise MismatchError(f"Bucket {bucket.number} of the weights has come where number {number} was due.")
         yield from bucket.tensors()
         number, ended = number + 1, bucket.last
+    if not number:
+        raise MismatchError("No bucket of the weights has come; a sequence has at least one, an empty one too.")
     if not ended:
         raise MismatchError(f"The weights end with bucket {number - 1}, which is not the last one.")
 
 
 def _modules(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors that follow each other within one module: model.layers.0.self_attn of ...q_proj.weight."""
-    for _, module in itertools.groupby(tensors, lambda named: named[0].rpartition(".")[0].rpartition(".")[0]):
-        yield list(module)
+    """The tensors that follow each other within one module."""
+    module: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if module and not _modules_of(name) & _modules_of(module[-1][0]):
+            yield module
+            module = []
+        module.append((name, tensor))
+    if module:
+        yield module
 
 
-def _packed(number: int, held: list[tuple[str, Tensor]], *, last: bool) -> Bucket:
-    entries = tuple(Entry(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in held)
-    device = held[0][1].device if held else torch.device("cpu")
-    data = torch.zeros(sum(_padded(entry.nbytes) for entry in entries), dtype=torch.uint8, device=device)
-    begin = 0
-    for entry, (_, tensor) in zip(entries, held, strict=True):
-        data[begin : begin + entry.nbytes] = _bytes(tensor).to(device)
-        begin += _padded(entry.nbytes)
-    return Bucket(number, last, entries, data, _checksum(number, last, entries, data))
+def _modules_of(name: str) -> frozenset[str]:
+    """The modules that a tensor may be of: self_attn of ...self_attn.q_proj.weight, or of its own ...self_attn.sinks.
+
+    Two tensors that may be of one module are taken to be.
+    """
+    owner = name.rpartition(".")[0]
+    return frozenset((owner, owner.rpartition(".")[0]))
+
+
+class _Filling:
+    """The bucket that is being filled: memory, entries, and how much of them is of modules that have ended."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.number = size, 0
+        self.data: Tensor | None = None
+        self.entries: list[Entry] = []
+        self.end = self.whole = self.whole_entries = 0  # bytes, bytes, entries
+
+    def end_module(self) -> None:
+        self.whole, self.whole_entries = self.end, len(self.entries)
+
+    def add(self, name: str, tensor: Tensor) -> Iterator[Bucket]:
+        """Copies a tensor; yields the bucket of the modules before, where it has no room for this one."""
+        entry = Entry(name, tensor.dtype, tuple(tensor.shape))
+        if self.whole_entries and self.end + _padded(entry.nbytes) > self.size:
+            yield self.cut(last=False)
+        begin, self.end = self.end, self.end + _padded(entry.nbytes)
+        if self.data is None:
+            self.data = _memory(max(self.size, self.end), tensor.device)
+        elif self.end > len(self.data):  # a module that is larger than a bucket
+            self.data = _moved(self.data[:begin], max(2 * len(self.data), self.end))
+        last = begin + entry.nbytes
+        self.data[begin:last].view(entry.dtype).view(entry.shape).copy_(tensor.detach())
+        self.data[last : self.end] = 0
+        self.entries.append(entry)
+
+    def cut(self, *, last: bool) -> Bucket:
+        """The bucket of the modules that have ended; what has come of the next one begins the next bucket."""
+        data = _memory(0, torch.device("cpu")) if self.data is None else self.data
+        entries, self.entries = tuple(self.entries[: self.whole_entries]), self.entries[self.whole_entries :]
+        rest, data = data[self.whole : self.end], data[: self.whole]
+        self.data = _moved(rest, max(self.size, len(rest))) if self.entries else None
+        if 2 * data.nbytes < data.untyped_storage().nbytes():  # pickle writes all of the memory that a view is of
+            data = data.clone()
+        made = Bucket(self.number, last, entries, data, _checksum(self.number, last, entries, data))
+        self.end, self.number = len(rest), self.number + 1
+        self.whole = self.whole_entries = 0
+        return made
+
+
+def _memory(nbytes: int, device: torch.device) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _moved(data: Tensor, nbytes: int) -> Tensor:
+    memory = _memory(nbytes, data.device)
+    memory[: len(data)] = data
+    return memory
 
 
 def _padded(nbytes: int) -> int:

@@ -77,6 +77,59 @@ def test_a_bucket_keeps_its_values_when_the_weights_change() -> None:
     assert torch.equal(dict(bucket.tensors())["model.norm.weight"], before)
 
 
+def names_of(made: list[Bucket]) -> list[list[str]]:
+    return [[entry.name for entry in bucket.entries] for bucket in made]
+
+
+@pytest.mark.parametrize("size", [1, 100, 300, 10**6])
+def test_a_source_may_use_its_memory_again(size: int) -> None:
+    def source() -> Any:
+        memory = torch.empty(20)
+        for number in range(9):
+            yield f"{number // 3}.x.{number}.weight", memory.fill_(number)
+
+    made = list(buckets(source(), size))
+    assert len(made) == {1: 3, 100: 3, 300: 3, 10**6: 1}[size]
+    assert [tensor.unique().tolist() for _, tensor in received(made)] == [[float(number)] for number in range(9)]
+    assert [tensor.unique().tolist() for _, tensor in changed(source(), {})] == [[float(n)] for n in range(9)]
+
+
+def test_a_small_bucket_holds_little_memory() -> None:
+    (bucket,) = buckets([("a.b.weight", torch.ones(3))], 10**6)
+    assert bucket.data.untyped_storage().nbytes() == 64
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        ["q_proj.weight", "A_log", "dt_bias", "o_proj.weight"],
+        ["sinks", "q_proj.weight", "k_proj.weight"],
+        ["q_proj.weight", "o_proj.weight", "sinks"],
+    ],
+)
+def test_parameters_of_a_module_itself_travel_with_its_projections(leaves: list[str]) -> None:
+    attention = [f"layers.1.attn.{leaf}" for leaf in leaves]
+    tensors = {name: torch.ones(3) for name in ("layers.0.mlp.up.weight", *attention, "layers.1.mlp.up.weight")}
+    made = list(buckets(tensors.items(), 1))
+    assert names_of(made) == [["layers.0.mlp.up.weight"], attention, ["layers.1.mlp.up.weight"]]
+    has: dict[str, bytes] = {}
+    list(changed(tensors.items(), has))
+    tensors[attention[0]].zero_()
+    assert [name for name, _ in changed(tensors.items(), has)] == attention
+
+
+@pytest.mark.parametrize(("name", "module"), [("kimi_linear", "self_attn"), ("deepseek_v4", "attn")])
+def test_attention_with_parameters_of_its_own_is_in_one_bucket(name: str, module: str) -> None:
+    made = list(buckets(engine_of(name).export(), 1))
+    places: dict[str, set[int]] = {}
+    for bucket in made:
+        for entry in bucket.entries:
+            owner, _, leaf = entry.name.partition(f".{module}.")
+            if leaf and leaf.count(".") == leaf.endswith(".weight"):  # wq_a.weight and attn_sink, not compressor.ape
+                places.setdefault(owner, set()).add(bucket.number)
+    assert places and all(len(numbers) == 1 for numbers in places.values()), places
+
+
 def test_only_modules_with_a_changed_bit_are_sent_again() -> None:
     engine, has = engine_of("qwen3_moe"), dict[str, bytes]()
     receiver = dict(received(buckets(as_stored(changed(engine.export(), has), torch.float32), 4096)))
@@ -151,3 +204,5 @@ def test_lost_repeated_and_unfinished_buckets_are_errors() -> None:
         list(received([*made, made[-1]]))
     with pytest.raises(MismatchError, match=f"end with bucket {len(made) - 2}, which is not the last one"):
         list(received(made[:-1]))
+    with pytest.raises(MismatchError, match="No bucket of the weights has come"):
+        list(received([]))

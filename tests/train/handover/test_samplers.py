@@ -25,16 +25,22 @@ CASES = [(sampler, name) for sampler, record in RECORDS.items() for name in reco
 
 
 def faults(record: dict[str, Any], sent: list[dict[str, int]]) -> list[str]:
-    """What is wrong with modules of {name: elements} for a loader; nothing where each parameter is filled once."""
+    """What is wrong with modules of {name: elements} for a loader; nothing where each parameter is filled once.
+
+    A module may be several recorded ones in a row: what a loader takes apart it takes in one call too.
+    """
     wrong, filled = [], dict.fromkeys(record["parameters"], 0)
     taken = {tuple(names): written for names, written in record["modules"]}
     for module in sent:
-        written = taken.pop(tuple(module), None)
-        if written is None:
+        names, written = list(module), dict[str, int]()
+        while (end := next((end for end in range(1, len(names) + 1) if tuple(names[:end]) in taken), 0)) > 0:
+            written |= taken.pop(tuple(names[:end]))
+            names = names[end:]
+        if names:
             wrong.append(f"not taken, or twice: {list(module)}")
         elif sum(written.values()) != sum(module.values()):
             wrong.append(f"elements of {list(module)}")
-        for name, count in (written or {}).items():
+        for name, count in written.items():
             filled[name] += count
     wrong += [f"not sent: {list(names)}" for names in taken]
     return wrong + [f"not filled: {name}" for name, count in record["parameters"].items() if not filled[name]]

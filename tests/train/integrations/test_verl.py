@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +53,46 @@ def test_a_microbatch_is_one_packed_row() -> None:
         packed_row(micro | {"position_ids": torch.zeros(2, 3, 4)}, 0)
     with pytest.raises(NotImplementedError, match="multi_modal_inputs"):
         packed_row(micro | {"multi_modal_inputs": [{"pixels": 1}]}, 0)
+
+
+def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`receive` uses nothing of verl and Ray: without them names of theirs stand in."""
+    import params as P
+    from fnmodels import llama, tree
+    from train.handover.bucket import buckets
+
+    names: dict[str, tuple[str, ...]] = (
+        {}
+        if HERE
+        else {
+            "ray": (),
+            "verl": (),
+            "verl.workers": (),
+            "verl.workers.rollout": (),
+            "verl.workers.rollout.base": ("_ROLLOUT_REGISTRY", "BaseRollout"),
+            "verl.workers.rollout.replica": ("RolloutReplica", "RolloutReplicaRegistry", "TokenOutput"),
+        }
+    )
+    for name, attributes in names.items():
+        module = ModuleType(name)
+        vars(module).update((attribute, type(attribute, (), {})) for attribute in attributes)
+        monkeypatch.setitem(sys.modules, name, module)
+    rollout = importlib.import_module("train.integrations.verl.rollout")
+    if not HERE:  # the next test finds verl missing
+        monkeypatch.setitem(sys.modules, rollout.__name__, rollout)
+        monkeypatch.delattr("train.integrations.verl.rollout")
+    config = llama.Config(31, 16, 24, 2, 2, 1)
+    server = rollout.Server.__new__(rollout.Server)
+    vars(server).update(config=config, weights=None, _arriving=[], _requests=rollout.Arrivals())
+    first, second = (list(buckets(P.export(config, P.init(config, seed)), 2000)) for seed in (0, 1))
+    for bucket in first[:2]:
+        server.receive(bucket, 1)
+    for bucket in second:
+        server.receive(bucket, 2)
+    params, version = server.weights
+    assert version == 2
+    want = tree.flatten(P.init(config, 1))
+    assert all(torch.equal(leaf, want[path]) for path, leaf in tree.flatten(params).items())
 
 
 def test_vllms_experts_become_the_routing_of_a_row() -> None:

@@ -176,6 +176,8 @@ class Server:
 
     def receive(self, bucket: Bucket, version: int | None) -> None:
         """Some of a checkpoint's tensors; with the last bucket, if all have come, the weights are replaced."""
+        if bucket.number == 0:  # a sender that failed has left the first buckets of its sequence
+            self._arriving = []
         self._arriving.append(bucket)
         if bucket.last:
             arrived, self._arriving = self._arriving, []
