@@ -1,16 +1,15 @@
 """Settings of every test: property tests draw the same examples on each run, and no deadline, for compilers warm up."""
 
-import functools
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from tests.support.forks import Forks
+from tests.support.fresh_rows import forget_rows_at_patches
 from tests.support.lanes import Lanes
 from tests.support.selection import model_types_of
 from tests.support.shared_trees import Guard
@@ -27,24 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Guard())
     # tiny configs are for few positions
     config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
-    for name in ("setattr", "delattr", "setitem", "delitem", "undo"):
-        setattr(pytest.MonkeyPatch, name, _with_fresh_rows(getattr(pytest.MonkeyPatch, name)))
-
-
-def _with_fresh_rows(patch: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of MonkeyPatch after which `fnmodels.preparation.prepare_again` shares nothing made before it.
-
-    A planted bug is in the tables of the test that plants it, and in those of no other.
-    """
-
-    @functools.wraps(patch)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        result = patch(*args, **kwargs)
-        if (module := sys.modules.get("fnmodels.preparation")) is not None:
-            module._of_rows.cache_clear()
-        return result
-
-    return patched
+    forget_rows_at_patches()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -58,6 +58,7 @@ def test_a_microbatch_is_one_packed_row() -> None:
 def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """`receive` uses nothing of verl and Ray: without them names of theirs stand in."""
     import params as P
+    import train.integrations.verl
     from fnmodels import llama, tree
     from train.handover.bucket import buckets
 
@@ -77,10 +78,11 @@ def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPat
         module = ModuleType(name)
         vars(module).update((attribute, type(attribute, (), {})) for attribute in attributes)
         monkeypatch.setitem(sys.modules, name, module)
+    if not HERE:  # undone, the module is gone again from both places
+        monkeypatch.setattr(train.integrations.verl, "rollout", None, raising=False)
+        monkeypatch.setitem(sys.modules, "train.integrations.verl.rollout", None)
+        del sys.modules["train.integrations.verl.rollout"]
     rollout = importlib.import_module("train.integrations.verl.rollout")
-    if not HERE:  # the next test finds verl missing
-        monkeypatch.setitem(sys.modules, rollout.__name__, rollout)
-        monkeypatch.delattr("train.integrations.verl.rollout")
     config = llama.Config(31, 16, 24, 2, 2, 1)
     server = rollout.Server.__new__(rollout.Server)
     vars(server).update(config=config, weights=None, _arriving=[], _requests=rollout.Arrivals())
