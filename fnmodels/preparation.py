@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnmodels import tree
 from fnmodels.inputs.documents import documents
 from fnmodels.inputs.image_places import check_places
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.noise import noise_keys
 from fnmodels.inputs.segments import integers, positions_from_segments, preceding_tokens
-from fnmodels.inputs.values import at_hand
 from fnmodels.models.common.dropout import check_dropout
 from fnmodels.models.common.family import DecoderConfig, field_of, function_of, traits_of
 from fnmodels.models.common.heads import PER_DOCUMENT
 from fnmodels.models.common.registry import check_fields, family_of, stack_configs, text_config
-from fnmodels.ops.position_range import check_positions, position_range
-from fnmodels.ops.torch_internals import traced, undisturbed, versions
-
-Prepared = tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]
-_FEW = 4096  # tokens of a batch up to which `prepare_again` keeps what it makes: a few MB, and larger steps gain little
-_KEPT = 8  # sizes of batches
-_learns = operator.attrgetter("requires_grad")
+from fnmodels.ops.position_range import check_positions
 
 
 def prepare(
@@ -124,14 +114,6 @@ def prepare_text(
     count: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, MaskLike], dict[str, Tensor]]:
     """`prepare` of int64 positions and segment_ids [B, S] of a text. count: positions are below it, where known."""
-    made = of_positions(config, positions, segment_ids, length, count)
-    return with_tokens(config, made, tokens, positions, segment_ids, token_types=token_types)
-
-
-def of_positions(
-    config: DecoderConfig, positions: Tensor, segment_ids: Tensor, length: int | Tensor | None, count: int | None
-) -> Prepared:
-    """What `prepare_text` makes of positions and segment_ids, whatever the tokens are."""
     family = family_of(config)
     if traits_of(family).inputs == "latents":
         raise ValueError("This model denoises latents, given texts: take fnmodels.diffusion.prepare_denoising.")
@@ -140,112 +122,23 @@ def of_positions(
         raise ValueError(
             "This model has an encoder and a decoder, each with its own tokens: take fnmodels.prepare_pair."
         )
-    inputs: dict[str, Any] = {"positions": positions, "valid": segment_ids > 0}
-    if field_of(config, "head") in PER_DOCUMENT:
-        inputs["documents"] = documents(segment_ids, positions)
-    masks = family.attention_masks(config, positions, segment_ids)
-    inputs |= function_of(family, "batch_inputs")(config, positions)
-    tables = family.freqs_cis(config, positions, length=length)
-    check_positions(config, tables, positions, inputs["valid"], count=count)
-    return inputs, masks, tables
-
-
-def with_tokens(
-    config: DecoderConfig,
-    made: Prepared,
-    tokens: Tensor,
-    positions: Tensor,
-    segment_ids: Tensor,
-    *,
-    token_types: Tensor | None = None,
-) -> Prepared:
-    """What `of_positions` made, with the tokens and what depends on them."""
-    family, (given, masks, tables) = family_of(config), made
-    inputs: dict[str, Any] = {"tokens": tokens, **given}
+    inputs: dict[str, Any] = {"tokens": tokens, "positions": positions, "valid": segment_ids > 0}
     if token_types is not None:
         inputs["token_types"] = per_token("token_types", token_types, tokens.shape[:2])
+    if field_of(config, "head") in PER_DOCUMENT:
+        inputs["documents"] = documents(segment_ids, positions)
     ngrams = field_of(config, "ngram_size")
     reads_ids = ngrams or field_of(config, "hidden_size_per_layer_input") or traits_of(family).reads_ids
     if reads_ids and not tokens.is_floating_point():
         inputs["token_ids"] = tokens  # which layers embed, also where "tokens" is replaced by embeddings
+    masks = family.attention_masks(config, positions, segment_ids)
+    inputs |= function_of(family, "batch_inputs")(config, positions)
     inputs |= function_of(family, "token_inputs")(config, tokens, segment_ids)
+    tables = family.freqs_cis(config, positions, length=length)
+    check_positions(config, tables, positions, inputs["valid"], count=count)
     if ngrams and not tokens.is_floating_point():
         inputs["preceding"] = preceding_tokens(tokens, positions, segment_ids, ngrams - 1)
     return inputs, masks, tables
-
-
-class _Rows(NamedTuple):
-    """What `of_positions` makes of rows of one document each. writes: the `versions` of `tensors`, which it holds."""
-
-    positions: Tensor
-    segment_ids: Tensor
-    made: Prepared
-    tensors: tuple[Tensor, ...]
-    writes: list[int] | None
-
-
-def prepare_again(
-    config: DecoderConfig,
-    tokens: Tensor,
-    *,
-    positions: Tensor,
-    segment_ids: Tensor,
-    length: int | Tensor | None = None,
-    rng: Tensor | None = None,
-) -> Prepared:
-    """`prepare` of one of many batches, whose tensors are not written to: masks and tables may be those of others.
-
-    Small batches on the CPU whose rows are one document each, from position 0, share them, and so what
-    `fnmodels.stack.ready` notes on the mask. Whether a batch is one of these is read from its values. The dicts are the
-    caller's own. After a write to a shared tensor, or `requires_grad_`, all are made anew; writes that torch does not
-    count, through `.data` or a numpy array of the same memory, are not seen, nor are functions that are replaced later
-    other than the family's own.
-    """
-    sizes = positions.shape
-    usual = None
-    if length is None and rng is None and len(sizes) == 2 and sizes == segment_ids.shape == tokens.shape[:2]:
-        usual = _usual_rows(config, positions, segment_ids)
-    if usual is None:
-        given: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "length": length, "rng": rng}
-        return prepare(config, tokens, **given)
-    given, masks, tables = usual.made
-    made = given, dict(masks), dict(tables)
-    return with_tokens(config, made, check_tokens(tokens), usual.positions, usual.segment_ids)
-
-
-def _usual_rows(config: Any, positions: Tensor, segment_ids: Tensor) -> _Rows | None:
-    """What batches of this size share, if the values are those of rows of one document each; None otherwise."""
-    if not positions.dtype is segment_ids.dtype is torch.int64:
-        return None  # `prepare` converts or refuses
-    ids, places = at_hand(segment_ids), at_hand(positions)
-    if ids is None or places is None or traced() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        return None
-    return None if torch.is_inference_mode_enabled() else undisturbed(_if_usual, config, places, ids)
-
-
-def _if_usual(config: Any, positions: Tensor, segment_ids: Tensor) -> _Rows | None:
-    family: Any = family_of(config)
-    functions = family.attention_masks, family.freqs_cis, function_of(family, "batch_inputs")
-    usual = _of_rows(functions, config, *positions.shape)
-    if usual is None or not torch.equal(positions, usual.positions) or not torch.equal(segment_ids, usual.segment_ids):
-        return None
-    if usual.writes is not None and versions(usual.tensors) == usual.writes and not any(map(_learns, usual.tensors)):
-        return usual
-    _of_rows.cache_clear()
-    return None
-
-
-@functools.lru_cache(_KEPT)
-def _of_rows(functions: Any, config: Any, rows: int, length: int) -> _Rows | None:
-    """functions: those of the family, so that others have other results. None for sizes that are not kept."""
-    most = position_range(config)
-    if not 0 < rows * length <= _FEW or (most is not None and length > most):  # of which each batch warns
-        return None
-    segment_ids = torch.ones((1, 1), dtype=torch.long, device="cpu").expand(rows, length)
-    positions = torch.arange(length, device="cpu").expand(rows, length)
-    made = of_positions(config, positions, segment_ids, None, length)
-    tensors = positions, segment_ids, *(leaf for leaf in tree.leaves(made) if isinstance(leaf, Tensor))
-    return _Rows(positions, segment_ids, made, tensors, versions(tensors))
 
 
 def positions_of_images(config: Any, segment_ids: Tensor, places: Tensor, grids: Tensor | None) -> Tensor | None:

@@ -9,7 +9,6 @@ import hypothesis
 import pytest
 
 from tests.support.forks import Forks
-from tests.support.fresh_rows import forget_rows_at_patches
 from tests.support.lanes import Lanes
 from tests.support.selection import model_types_of
 from tests.support.shared_trees import Guard
@@ -26,7 +25,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Guard())
     # tiny configs are for few positions
     config.addinivalue_line("filterwarnings", "ignore::fnmodels.errors.PositionWarning")
-    forget_rows_at_patches()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

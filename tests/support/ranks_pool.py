@@ -57,7 +57,6 @@ import params  # noqa: F401
 import train  # noqa: F401
 from tests.support import copies
 from tests.support.cases import cases
-from tests.support.fresh_rows import forget_rows_at_patches
 from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +132,6 @@ def serve() -> None:
     protocol = os.dup(1)
     os.dup2(2, 1)  # output of ranks must not mix with answers
     groups: dict[int, list[Rank]] = {}
-    forget_rows_at_patches()
     cases()  # imports all families, once and not in each rank
     gc.freeze()  # a rank that collected them would copy their pages
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:

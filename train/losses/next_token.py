@@ -15,7 +15,6 @@ from fnmodels.models.common.family import DecoderConfig, field_of, parsed, trait
 from fnmodels.models.common.registry import text_config
 from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import USUAL, ForwardKwargs, ForwardOptions
-from fnmodels.preparation import prepare_again
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 from train.batch import check_entries
@@ -175,7 +174,7 @@ def model_call(
     if "image_features" in batch:
         (inputs, masks, freqs_cis), options = _with_images(given, batch, whole, options, known)
     else:
-        inputs, masks, freqs_cis = prepare_again(config, batch["tokens"], **known)
+        inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **known)
     inputs |= {name: batch[name] for name in ("routing", "choices", "token_types", "preceding") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts
