@@ -87,7 +87,9 @@ def test_every_module_of_towers_pairs_and_flows_has_a_setting() -> None:
     packages = (diffusion, encoder_decoder, vision, vision_language)
     modules = (module for p in packages for module in pkgutil.iter_modules(p.__path__, f"{p.__name__}."))
     names = {module.name for module in modules if not module.ispkg}
-    shared = {f"fnmodels.models.encoder_decoder.{name}" for name in ("cross_attention", "stacks", "transformer")}
+    shared = {
+        f"fnmodels.models.encoder_decoder.{name}" for name in ("classes", "cross_attention", "stacks", "transformer")
+    }
     assert names - used == shared
 
 

@@ -119,8 +119,8 @@ def errors_with_roles_of_the_tower() -> dict[str, float]:
     """A planted error: the text's leaves have the roles of the tower's, which has a key head for each rank."""
     right = api.uses_of
 
-    def uses_of(spec: Any, dims: Any, sharded: Any, region: Any, kinds: Any) -> Any:
-        found = right(spec, dims, sharded, region, kinds)
+    def uses_of(*given: Any) -> Any:
+        found = right(*given)
         for uses in found.values():
             uses |= {path: dataclasses.replace(use, shared=False, rows=None) for path, use in uses.items()}
         return found
