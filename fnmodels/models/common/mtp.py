@@ -1,12 +1,9 @@
 """Parameters of multi-token prediction (MTP) heads (arXiv 2412.19437, section 2.2) and their names on disk."""
 
-import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from fnmodels.errors import ConfigError
 from fnmodels.models.common.family import LayerKind, function_of
@@ -23,14 +20,6 @@ def blocks(config: Any) -> tuple[Any, int]:
 
     That is the model itself and its last layer, or a model of the family's `mtp_kinds` and all of its layers.
     """
-    if torch.compiler.is_compiling():  # dynamo does not look into the memory, and warns of it
-        return _blocks.__wrapped__(config, config.model_type)
-    return _blocks(config, config.model_type)
-
-
-@functools.lru_cache(maxsize=256)
-def _blocks(config: Any, model_type: str) -> tuple[Any, int]:
-    """model_type: that of the config, which equality of configs leaves out."""
     family = family_of(config)
     kinds = function_of(family, "mtp_kinds")
     if kinds is None:

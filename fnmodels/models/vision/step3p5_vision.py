@@ -26,7 +26,7 @@ from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("step3p5_vision", "perception_encoder")  # of transformers, and of published files
+MODEL_TYPES = ("step3p5_vision",)
 # Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of
 # another rotary embedding, so that in_proj keeps its name.
 IN_MEMORY = {

@@ -76,7 +76,7 @@ class Config:
         text = vision_language.text_config(outer, "step3p5", {})
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, False)),
-            vision=step3p5_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "step3p5_vision")),
+            vision=step3p5_vision.Config.from_hf(_tower_fields(outer)),
             image_token=outer.integer("image_token_id", 151679, low=0),
             projector_bias=outer.boolean("projector_bias", False),
         )
@@ -88,6 +88,12 @@ class Config:
         own = {"image_token_id": self.image_token, "projector_bias": self.projector_bias}
         tied = self.text.tie_word_embeddings
         return vision_language.to_hf(self, "Step3p7ForConditionalGeneration", tie_word_embeddings=tied, **own)
+
+
+def _tower_fields(outer: Fields) -> ConfigJson:
+    """The object of the tower, whose type has another name in published files than in transformers."""
+    fields = two_towers.tower_fields(outer, "vision_config", "step3p5_vision")
+    return fields | ({"model_type": "step3p5_vision"} if fields["model_type"] == "perception_encoder" else {})
 
 
 def spec(config: Config) -> Tree:

@@ -22,7 +22,8 @@ _EPS = 1e-6  # whatever the model's
 def attend_depth(query: Tensor, blocks: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """What each of the queries [Q, D] reads of blocks [B, S, n, D] and x [B, S, D]: Q tensors [B, S, D], fp32."""
     states = rms_norm(upcast(torch.cat((blocks.to(x.dtype), x.unsqueeze(-2)), -2)), None, eps=_EPS)
-    weights = softmax(linear(states, upcast(query)).mT / states.shape[-1] ** 0.5)  # [B, S, Q, n + 1]
+    own = upcast(query).clone()  # the bits of a product with one row depend on where its memory begins, as in a file
+    weights = softmax(linear(states, own).mT / states.shape[-1] ** 0.5)  # [B, S, Q, n + 1]
     return tuple(_mixed(of_query, states) for of_query in weights.unbind(-2))
 
 
