@@ -57,7 +57,7 @@ TINY: dict[str, Any] = {
 def variants() -> dict[str, Any]:
     """{name: config.json or Config}."""
     more = {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False, "n_shared_experts": 1}
-    more |= {"n_group": 3, "topk_group": 2, "linear_lower_bound": None, "linear_conv_kernel_dim": 3, "hc_mult": 2}
+    more |= {"n_group": 3, "topk_group": 1, "linear_lower_bound": None, "linear_conv_kernel_dim": 3, "hc_mult": 2}
     more |= {"hidden_act": "gelu"}
     more |= {"layer_types": ["indexed_attention", "linear_attention"], "indexer_types": ["full", "full"]}
     more |= {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"], "index_kpool": 3, "hc_sinkhorn_iters": 1}
