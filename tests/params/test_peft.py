@@ -246,7 +246,8 @@ def _both_ways(case: PeftCase, options: dict[str, Any], tmp_path: Path) -> None:
     """A model of PEFT, everything that it trains generic, has our logits; and so has PEFT's of what we save."""
     initial = options.setdefault("init_lora_weights", False)
     narrow = initial in ("pissa", "olora", "mica")  # PEFT decomposes no fp64, and subtracts from the base in fp32
-    dtype, bound = (torch.float32, 5e-6) if narrow else (torch.float64, 1e-6)
+    # sums of fp32 in other orders: 4e-6 on one processor, 6.1e-6 on another
+    dtype, bound = (torch.float32, 1e-5) if narrow else (torch.float64, 1e-6)
     settings = peft.LoraConfig(r=2, lora_alpha=3, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
