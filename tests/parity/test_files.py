@@ -49,8 +49,11 @@ def test_there_and_back(case: Case, limit: str, tmp_path: Path) -> None:
     assert all(name.endswith(left_out) for name in report["missing_keys"])
     assert not any(report[kind] for kind in ("unexpected_keys", "mismatched_keys"))
     assert again.dtype == torch.float32
-    with torch.no_grad():
-        assert torch.equal(again.eval()(tokens, use_cache=False).logits, reference)
+    read, written = again.state_dict(), model.state_dict()
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) for name in read.keys() - report["missing_keys"])
+    with torch.no_grad():  # bits of products with one row depend on where a mapped file has it in memory
+        assert_close(again.eval()(tokens, use_cache=False).logits, reference)
 
 
 # Variants that transformers saves under other names than the published ones: {variant: fields with which shapes agree}.
