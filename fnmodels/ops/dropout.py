@@ -65,6 +65,10 @@ class Noise:
     head_shard: int = tree.static(default=0)
     mlp_shard: int = tree.static(default=0)
 
+    def read_by(self, name: str) -> tuple[Tensor, int]:
+        """(the keys [B, S], the shard of features) of a tensor of this name, such as "mlp" or "mlp.neurons"."""
+        return (self.neurons, self.mlp_shard) if name == "mlp.neurons" else (self.tokens, 0)
+
 
 def named(keys: Tensor, name: str) -> Tensor:
     """Other keys for each name."""

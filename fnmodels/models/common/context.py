@@ -85,9 +85,7 @@ class Context:
         Where the call has keys of noise, what a layer adds to the residual stream and "mlp.neurons" are dropped first.
         """
         if name in _DROPPED and (rate := getattr(self.dropout, _DROPPED[name])):
-            noise: Noise = self.tensors["noise"]
-            inside = name == "mlp.neurons"
-            keys, shard = (noise.neurons, noise.mlp_shard) if inside else (noise.tokens, 0)
+            keys, shard = self.tensors["noise"].read_by(name)
             value = dropped(value, keys, rate, name, shard=shard)
         if name in self.edits:
             value = self.edits[name](value, self.tensors["edit_tensors"].get(name, {}))
