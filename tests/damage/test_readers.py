@@ -80,6 +80,13 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Reader], Path]:
 
 
 @pytest.fixture
+def folder(reader: Reader, valid: Callable[[Reader], Path], tmp_path: Path) -> Path:
+    """A valid folder of one's own. It is a fixture because a package of the compiler takes longer to make than a
+    reader may take, and the limits of tests are for the reader alone."""
+    return shutil.copytree(valid(reader), tmp_path / "it")
+
+
+@pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -99,19 +106,17 @@ CASES = [pytest.param(reader, name, id=f"{reader}: {name}") for reader in READER
 
 
 @pytest.mark.parametrize("reader", READERS, ids=str)
-def test_what_is_valid_is_read(reader: Reader, valid: Callable[[Reader], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(valid(reader), tmp_path / "it")
+def test_what_is_valid_is_read(reader: Reader, folder: Path) -> None:
     assert all((folder / name).is_file() for name in reader.files)
     assert reader.read(folder) is not None
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, func_only=True)
 @pytest.mark.parametrize("way", NOT_REGULAR)
 @pytest.mark.parametrize(("reader", "name"), CASES)
 def test_what_is_no_regular_file_is_refused_by_name_and_not_followed(
-    reader: Reader, name: str, way: str, valid: Callable[[Reader], Path], elsewhere: Path, tmp_path: Path
+    reader: Reader, name: str, way: str, folder: Path, elsewhere: Path
 ) -> None:
-    folder = shutil.copytree(valid(reader), tmp_path / "it")
     NOT_REGULAR[way](folder / name)
     found, message = outcome(reader, folder)
     if (way == "link out" and reader.named) or (way == "folder" and reader.walks):
@@ -122,24 +127,18 @@ def test_what_is_no_regular_file_is_refused_by_name_and_not_followed(
     assert not (folder / "nowhere").exists()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, func_only=True)
 @pytest.mark.parametrize("way", CONTENTS)
 @pytest.mark.parametrize(("reader", "name"), CASES)
-def test_other_content_is_refused_in_a_sentence_or_read(
-    reader: Reader, name: str, way: str, valid: Callable[[Reader], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(valid(reader), tmp_path / "it")
+def test_other_content_is_refused_in_a_sentence_or_read(reader: Reader, name: str, way: str, folder: Path) -> None:
     CONTENTS[way](folder / name)
     _, message = outcome(reader, folder)
     assert len(message) < 5000
     assert message == "" or str(folder) in message or Path(name).name in message, message
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(20, func_only=True)
 @pytest.mark.parametrize(("reader", "name"), [case for case in CASES if not case.values[0].whole])
-def test_a_file_of_256_gb_of_nothing_is_refused_at_once(
-    reader: Reader, name: str, valid: Callable[[Reader], Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(valid(reader), tmp_path / "it")
+def test_a_file_of_256_gb_of_nothing_is_refused_at_once(reader: Reader, name: str, folder: Path) -> None:
     _sparse(folder / name)
     assert outcome(reader, folder)[0] is None

@@ -10,7 +10,10 @@ from torch.func import vmap
 import fnmodels
 import train
 from fnmodels import tree
-from tests.train.test_idioms import (
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+from tests.support.llama_in_jax import (
     BATCHES,
     BETAS,
     CONFIG,

@@ -63,7 +63,7 @@ def stepped(text: str, strategy: dict[str, Any], options: dict[str, Any]) -> tup
 @functools.cache
 def in_jax() -> tuple[list[float], dict[str, torch.Tensor]]:
     """The same of one process in jax."""
-    from tests.train import test_idioms as theirs
+    from tests.support import llama_in_jax as theirs
 
     theirs.jax.config.update("jax_enable_x64", True)
     try:
