@@ -1,12 +1,13 @@
 """`pytest tests -k MODEL_TYPE` selects every test of a type; selections of variants leave no kind of part out."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fnmodels
-from tests.support.cases import attention_of, block_of, cases, parts, parts_of, representatives
+from tests.support.cases import PARTS, attention_of, block_of, cases, chosen_parts, parts, parts_of, representatives
 from tests.support.naming import fewest
 from tests.support.selection import model_types_of
 
@@ -22,6 +23,12 @@ def test_types_are_found_in_parameters() -> None:
 
 def test_few_variants_have_the_parts_of_all() -> None:
     """Each function, kind of layer, name of a parameter and form of attention, after they are cut short."""
+    if os.environ.get("FNMODELS_UPDATE_DOCS"):
+        PARTS.write_text("\n".join(chosen_parts()) + "\n")
+        parts.cache_clear()
+    assert tuple(PARTS.read_text().split()) == chosen_parts(), (
+        "FNMODELS_UPDATE_DOCS=1 pytest tests/project/test_selection.py writes tests/support/parts.txt"
+    )
     every, few = (set[str]().union(*map(parts_of, group)) for group in (cases(), parts()))
     assert few == every and len(parts()) < len(cases()) / 2  # each family has functions of its own
     assert set(map(block_of, parts())) == set(map(block_of, cases()))

@@ -59,6 +59,8 @@ from tests.support.entered import entered
 from tests.support.naming import fewest, pairs_of
 from tests.support.shared_trees import SharedTrees
 
+PARTS = Path(__file__).parent / "parts.txt"  # the variants of `parts`, a name per line
+
 
 def family_modules() -> list[str]:
     """The short names of all family modules."""
@@ -321,10 +323,17 @@ def parts_of(case: Case) -> set[str]:
 def parts() -> tuple[Case, ...]:
     """Few variants, of any family, with the `parts_of` all variants between them, and the plain Llama; cut short.
 
-    For tests of what wrappers, taps and transforms do to operations, whichever family has them.
+    For tests of what wrappers, taps and transforms do to operations, whichever family has them. Their names are
+    recorded, since to choose them takes the time of a forward pass per variant; `test_selection` compares.
     """
+    named = {case.name: case for case in cases()}
+    return tuple(short(named[name]) for name in PARTS.read_text().split())
+
+
+def chosen_parts() -> tuple[str, ...]:
+    """The names of the variants that `parts` records."""
     few = fewest({case: parts_of(case) for case in cases()})
-    return tuple(map(short, dict.fromkeys((*(case for case in cases() if case.name == "llama"), *few))))
+    return tuple(dict.fromkeys(("llama", *(case.name for case in few))))
 
 
 @functools.cache
