@@ -107,8 +107,9 @@ def pair_setting() -> Setting:
 
 
 def bart_setting() -> Setting:
-    """(config, loss, the rows of each rank) of BART, whose logits have a fixed bias."""
-    return paired(bart.Config.from_hf(BART | {"vocab_size": 64, "decoder_attention_heads": 4}))
+    """(config, loss, the rows of each rank) of BART, whose logits have a fixed bias, with dropout at its places."""
+    rates = {"dropout": 0.2, "attention_dropout": 0.1, "activation_dropout": 0.2}
+    return paired(bart.Config.from_hf(BART | rates | {"vocab_size": 64, "decoder_attention_heads": 4}))
 
 
 def gemma_setting() -> Setting:
@@ -317,8 +318,11 @@ def text_setting(name: str) -> Setting:
         own = fnmodels.segments_from_lengths([list(lengths)], 12)
         tokens = torch.randint(4, 60, own.shape, generator=draw)
         corrupted, labels = train.mask_tokens(tokens, own, draw, mask_id=3, vocab_size=64, rate=0.5)
-        batch = {"tokens": corrupted, "labels": labels, "segment_ids": own}
-        made.append(batch | {"positions": fnmodels.positions_from_segments(own)})
+        positions = fnmodels.positions_from_segments(own)
+        batch = {"tokens": corrupted, "labels": labels, "segment_ids": own, "positions": positions}
+        made.append(batch | ({"rng": noise_keys(0, positions, own)} if name == DROPPED else {}))
+    if name == DROPPED:
+        config = dataclasses.replace(config, dropout=Dropout(*[0.2] * 5))
     return config, functools.partial(train.next_token_loss, config=config), made
 
 
@@ -363,6 +367,7 @@ TEXTS = (
     "gte",
 )
 TOWERS = ("dinov2_registers", "dinov3", "clip_vision", "siglip_vision", "siglip2_vision", "pixtral")
+DROPPED = "gte"  # of the encoders, the one that trains with dropout here, also inside of its MLPs
 SETTINGS |= {name: functools.partial(text_setting, name) for name in TEXTS}
 SETTINGS |= {name: functools.partial(tower_setting, name) for name in TOWERS}
 SETTINGS |= {name: functools.partial(reader_setting, name) for name in READERS}

@@ -63,6 +63,7 @@ BORDERS: list[tuple[str, str, dict[str, Any]]] = [
     ("none", "dp=2,fsdp=2", {}),
     ("none", "dp=2,tp=2", {}),
     ("qwen3_vl", "fsdp=2,tp=2", {}),
+    ("gte", "tp=2", {"sequence": True}),  # with dropout inside of MLPs
 ]
 
 
