@@ -1,5 +1,6 @@
 """The sizes to which vision-language models resize images, Gemma 3's crops and Llama 4's tiles; see `images`."""
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,6 +42,36 @@ def fit_area(image: Tensor, factor: int, least: int, most: int) -> tuple[int, in
         grow = math.sqrt(least / math.prod(size))
         fitted = [math.ceil(side * grow / factor) * factor for side in size]
     return fitted[0], fitted[1]
+
+
+def padded_to_cells(image: Tensor, factor: int, least: int, most: int, *, how: str = "bicubic") -> Tensor:
+    """[C, rows * factor, columns * factor]: the image [C, H, W], with 0 at the right and below: GLM 5.3's.
+
+    factor: the pixels of a side of a cell. least, most: the bounds of rows * columns. A picture of fewer pixels than
+    `least` cells is enlarged, one of more than `most` cells shrunk, and others keep their size.
+    """
+    height, width = _sides(image)
+
+    def cells(high: int, wide: int) -> tuple[int, int]:
+        return math.ceil(high / factor), math.ceil(wide / factor)
+
+    def shrunk(high: int) -> tuple[int, int]:
+        return cells(high, max(1, width * high // height))
+
+    grid = cells(height, width)
+    if math.prod(grid) < least:
+        grow = math.sqrt(least * factor**2 / (height * width))
+        grid = cells(math.ceil(height * grow), math.ceil(width * grow))
+    if math.prod(grid) > most:
+        high = bisect.bisect_right(range(1, height + 1), most, key=lambda high: math.prod(shrunk(high)))
+        grid = shrunk(high) if high else (1, 1)
+    room = [n * factor for n in grid]
+    scale = min(room[0] / height, room[1] / width)
+    scale = min(1.0, scale) if height * width >= factor**2 * least else scale
+    down, right = (
+        max(1, min(most, math.floor(side * scale))) for most, side in zip(room, (height, width), strict=True)
+    )
+    return F.pad(resize(image, (down, right), how=how), (0, room[1] - right, 0, room[0] - down))
 
 
 def fit_edge(image: Tensor, factor: int, edge: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from fnmodels.models.vision_language import (
     gemma3,
     gemma4,
     glm4v,
+    glm5_next,
     kimi_k25,
     llama4,
     llava,
@@ -43,6 +44,7 @@ from tests.fnmodels.models import (
     test_gemma3,
     test_gemma4,
     test_glm4v,
+    test_glm5_next,
     test_kimi_k25,
     test_llama4,
     test_llava,
@@ -64,6 +66,7 @@ from tests.support.ranks_pool import devices
 from tests.support.sense_losses import SENSES
 from tests.variants.bart import TINY as BART
 from tests.variants.flux import TINY as FLUX
+from tests.variants.glm5_next import TINY as GLM5_NEXT
 from tests.variants.t5gemma import TINY as T5GEMMA
 from tests.variants.vision import pairs
 from tests.variants.vision import variants as towers
@@ -227,6 +230,7 @@ def image_features(params: Any, batch: dict[str, Tensor], config: Any, family: A
     return found
 
 
+_GLM5_NEXT = GLM5_NEXT | {"num_attention_heads": 4, "num_key_value_heads": 4}  # tp shares heads evenly
 # {name: (family, its config.json)}. The last layer of LLaVA's tower is not read.
 READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "gemma3": (gemma3, test_gemma3.VALUES | {"vision_config": test_gemma3.VISION | {"vision_use_head": False}}),
@@ -239,6 +243,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "mistral3": (mistral3, test_mistral3.VARIANTS["mistral3_bias"]),
     "exaone4_5": (exaone4_5, test_exaone4_5.VALUES),
     "glm4v": (glm4v, test_glm4v.VARIANTS["glm_ocr"]),
+    "glm5_next_images": (glm5_next, test_glm5_next.VARIANTS["glm5_next"] | {"text_config": _GLM5_NEXT}),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "kimi_k25": (kimi_k25, test_kimi_k25.VALUES),
     "muse_glimmer": (muse_glimmer, test_muse_glimmer.VALUES),

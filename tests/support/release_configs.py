@@ -34,7 +34,7 @@ from tests.fnmodels.models import (
 from tests.parity.test_config import published_dialect
 from tests.support.cases import cases, collected, variants_of
 from tests.support.image_texts import image_cases
-from tests.variants import glm5_next, inkling2, t5, vision, whisper
+from tests.variants import inkling2, t5, vision, whisper
 
 FOLDER = Path(__file__).parents[1] / "fnmodels" / "models" / "releases"
 # {model type: fields that a release replaces in what it is given}: gpt-sw3 is GPT-2, T5's second edition counts as tied
@@ -103,12 +103,6 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
     found["tiny/qwen3_asr_sounds"] = test_qwen3_asr.VALUES
     found |= {
         f"wrapped/{name}": {"model_type": name, "text_config": variants_of(text).TINY} for name, text in TEXTS.items()
-    }
-    tower = {"hidden_size": 16, "out_hidden_size": glm5_next.TINY["hidden_size"]}
-    found["wrapped/glm5_next"] = {
-        "model_type": "glm5_next",
-        "text_config": glm5_next.TINY,
-        "vision_config": {"model_type": "glm5_next_vision", **tower},
     }
     for name, text_config in (("inkling2", inkling2.TINY), ("inkling2_loop", inkling2.LOOP)):
         tower = {"text_hidden_size": text_config["hidden_size"]}

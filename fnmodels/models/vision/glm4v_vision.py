@@ -1,10 +1,12 @@
-"""The vision tower of GLM-4.1V and GLM-4.5V (arXiv 2507.01006) and of GLM-OCR: RMSNorms, a gated MLP, rotary positions.
+"""The vision tower of GLM-4.1V, 4.5V (arXiv 2507.01006) and 5.3 and of GLM-OCR: RMSNorms, gated MLPs, rotary positions.
 
 GLM-4.1V's has learned positions too, resampled to the grid of each image, and a norm before them; GLM-OCR's has norms
-of queries and keys, and biases. `forward` returns the hidden states [B, S, D] after the last norm. Images may have any
-size whose rows and columns of patches are multiples of `merge`; see `common.qwen_tower` for the frames of a patch.
+of queries and keys, and biases; GLM 5.3's is GLM-OCR's with clamped gates and values. `forward` returns the hidden
+states [B, S, D] after the last norm. Images may have any size whose rows and columns of patches are multiples of
+`merge`; see `common.qwen_tower` for the frames of a patch.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,14 @@ from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import attention_masks, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.models.vision.common.qwen_tower import freqs_cis  # noqa: F401
-from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
+from fnmodels.ops import apply_rotary, project_out, project_qkv, rms_norm
+from fnmodels.ops.mlp import acting_mlp, clamped_glu, glu
+from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.tree import Tree
 
 # Model types, and what the names of their classes begin with.
 _CLASSES = {"glm4v_vision": "Glm4vVision", "glm4v_moe_vision": "Glm4vMoeVision", "glm_ocr_vision": "GlmOcrVision"}
+_CLASSES |= {"glm5_next_vision": "Glm5NextVision"}
 MODEL_TYPES = tuple(_CLASSES)
 TRAITS = Traits(inputs="patches", causal=False)
 _LAYER = {"input_layernorm": "norm1", "post_attention_layernorm": "norm2", "attention.q_norm": "attn.q_norm"}
@@ -36,6 +41,7 @@ class Config(qwen_tower.QwenTowerConfig):
 
     intermediate_size: of the layers' MLPs; merger_size: of the merger's. placed: learned positions, with a norm before
     them, or else norms of queries and keys. bias: of all projections, or else of none but, with qkv_bias, q, k and v.
+    swiglu_limit: of gates and values of all MLPs; None: they have none.
     """
 
     out_hidden_size: int = 4096
@@ -43,11 +49,20 @@ class Config(qwen_tower.QwenTowerConfig):
     placed: bool = True
     bias: bool = False
     qkv_bias: bool = False
+    swiglu_limit: float | None = None
+
+    @property
+    def act(self) -> Act:
+        """What is between the projections of every MLP."""
+        if self.swiglu_limit is None:
+            return functools.partial(glu, activation=self.hidden_act)
+        return functools.partial(clamped_glu, activation=self.hidden_act, limit=self.swiglu_limit)
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        ocr = values.get("model_type") == "glm_ocr_vision"
+        clamped = values.get("model_type") == "glm5_next_vision"
+        ocr = clamped or values.get("model_type") == "glm_ocr_vision"
         renamed = {"layer_norm_eps" if name == "rms_norm_eps" else name: value for name, value in values.items()}
         fields, usual = qwen_tower.tower_fields(
             Fields({"layer_norm_eps": 1e-5, **renamed}),
@@ -61,13 +76,18 @@ class Config(qwen_tower.QwenTowerConfig):
         inner = usual["intermediate_size"]
         if not ocr:
             usual["intermediate_size"] = wide
+        if clamped:
+            inner = fields.integer("projection_intermediate_size", 10240)
+        elif ocr:
+            inner = wide * usual["num_channels"] // usual["frames"]
         config = Config(
             **usual,
             out_hidden_size=wide,
-            merger_size=wide * usual["num_channels"] // usual["frames"] if ocr else inner,
+            merger_size=inner,
             placed=not ocr,
             bias=has_bias and ocr,
             qkv_bias=has_bias,
+            swiglu_limit=fields.number("swiglu_limit", 10.0) if clamped else None,
         )
         object.__setattr__(config, "extra", fields.finish())
         return config
@@ -77,6 +97,8 @@ class Config(qwen_tower.QwenTowerConfig):
         own: ConfigJson = {"out_hidden_size": self.out_hidden_size, "rms_norm_eps": self.layer_norm_eps}
         own |= {"image_size": self.image_size, "attention_bias": self.qkv_bias}
         own["intermediate_size"] = self.merger_size if self.placed else self.intermediate_size
+        if self.swiglu_limit is not None:
+            own |= {"projection_intermediate_size": self.merger_size, "swiglu_limit": self.swiglu_limit}
         return qwen_tower.tower_to_hf(self, _CLASSES.get(self.model_type, "Glm4vVision"), **own)
 
 
@@ -128,7 +150,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     mixed = ctx.attend(q, k, v, mask, scale=config.head_dim**-0.5)
     x = ctx.tap("middle", x + ctx.tap("attention", project_out(weights, mixed)))
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
-    return x + ctx.tap("mlp", gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap))
+    return x + ctx.tap("mlp", acting_mlp(layer["mlp"], normed, act=config.act, tap=ctx.tap))
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:

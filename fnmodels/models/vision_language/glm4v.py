@@ -16,31 +16,21 @@ logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text
 The frames of a video are images of the tower and of the text.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import ConfigJson, Fields
-from fnmodels.models.common.spec import Leaf, Normal, bias, gated_mlp_leaves, layer_norm_leaves, weight
-from fnmodels.models.common.storage import StoredNames
-from fnmodels.models.common.vision import weight_and_bias
 from fnmodels.models.vision import glm4v_vision
-from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
-from fnmodels.models.vision_language.common import image_prompts, qwen_vl, vision_language
+from fnmodels.models.vision_language.common import glm, image_prompts, qwen_vl, vision_language
+from fnmodels.models.vision_language.common.glm import hf_names, placeholder, project, spec  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import cell_side, with_images  # noqa: F401
-from fnmodels.ops.linear import linear
-from fnmodels.ops.mlp import gated_mlp
-from fnmodels.ops.norm import layer_norm
-from fnmodels.tree import Tree
 
 features_of = vision_language.features_by_config
-EPS = 1e-5  # of the merger's LayerNorm, fixed in the reference
 _GLM4: dict[str, Any] = {"vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696, "num_hidden_layers": 40}
 _GLM4 |= {"num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
 _GLM4 |= {"rope_theta": 1e4, "mrope_section": [8, 12, 12], "attention_bias": True}
@@ -104,7 +94,7 @@ class Config:
             image_token=outer.integer("image_token_id", variant.token, low=0),
             model_type=values["model_type"],
         )
-        object.__setattr__(config, "extra", vision_language.kept(outer, *_TOKENS))
+        object.__setattr__(config, "extra", vision_language.kept(outer, *glm.TOKENS))
         return config
 
     def to_hf(self) -> ConfigJson:
@@ -123,55 +113,6 @@ class Config:
             image_token_id=self.image_token,
             tie_word_embeddings=self.text.tie_word_embeddings,
         )
-
-
-_TOKENS = ("video_token_id", "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id")
-
-
-_OUTSIDE = {"embed": "embed", "mlp": "projection"}  # tensor parallelism shards MLPs of layers alone
-
-
-def spec(config: Config) -> Tree:
-    """The parameters: those of both parts, and "merger": a convolution over a cell, and a gated MLP."""
-    narrow, wide, m = config.vision.hidden_size, config.text.hidden_size, config.vision.merge
-    std, axes = config.text.initializer_range, ("projection", "embed", "patch_row", "patch_column")
-    merger: Tree = {"conv": Leaf((wide, narrow, m, m), torch.float32, axes, Normal(std))}
-    merger |= {
-        "conv_bias": bias(wide, "embed"),
-        "proj": weight((wide, wide), ("projection", "embed"), std),
-    } | layer_norm_leaves("norm", wide, "embed")
-    mlp = gated_mlp_leaves(wide, config.vision.merger_size, std=std)
-    merger["mlp"] = {
-        name: replace(leaf, axes=tuple(_OUTSIDE[axis] for axis in leaf.axes)) for name, leaf in mlp.items()
-    }
-    return two_towers.towers_spec(config) | {"merger": merger}
-
-
-def hf_names(config: Config) -> StoredNames:
-    """{path of a parameter: its name on disk}."""
-    at = "model.visual."
-    names = vision_language.nested_names(config, text="model.language_model.", vision=at)
-    names |= weight_and_bias("merger.conv", f"{at}downsample") | {"merger.proj": f"{at}merger.proj.weight"}
-    names |= weight_and_bias("merger.norm", f"{at}merger.post_projection_norm")
-    return names | {f"merger.mlp.{n}_proj": f"{at}merger.{n}_proj.weight" for n in ("gate", "up", "down")}
-
-
-def project(params: Tree, x: Tensor, places: Tensor, /, *, config: Config) -> Tensor:
-    """Features [1, cells, text's D] of the tower's hidden states x [rows, slots, D].
-
-    places: of the patches of each cell of `config.vision.merge` patches a side, see `cells`.
-    """
-    weights = params["merger"]
-    kernel = weights["conv"].permute(0, 2, 3, 1).flatten(1)  # of a cell's patches, row by row
-    x = linear(linear(vision_language.joined(x, places), kernel, weights["conv_bias"]), weights["proj"])
-    x = F.gelu(layer_norm(x, weights["norm"], weights["norm_bias"], eps=EPS))
-    return gated_mlp(weights["mlp"], x, activation=config.vision.hidden_act)
-
-
-def placeholder(config: Config, name: image_prompts.Name) -> tuple[str, str]:
-    """The token of features; chat templates put it between those that begin and end an image."""
-    pad = name(config.image_token)
-    return pad, f"<|begin_of_image|>{pad}<|end_of_image|>"
 
 
 def read_image(

@@ -1,225 +1,198 @@
-"""GLM 5.3 Flash's text: its choices replayed, gathered, cached and shared, planted bugs, its files, and refusals."""
+"""GLM 5.3 with images equals transformers with every parameter perturbed; packed documents equal each alone."""
 
+import copy
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 
 import fnmodels
 import params as P
-import train
-from fnmodels import glm5_next
-from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.ops.indexers import gated_pools
-from fnmodels.ops.streams import hyper
-from tests.support.cases import batch_of, generic, generic_params, gradients, off, segments, trainable
-from tests.support.oracle import assert_close, model_of, params_of
-from tests.variants.glm5_next import TINY, published
-from train.losses import indexer_loss
+from fnmodels import tree
+from fnmodels.image_text import image_features
+from fnmodels.inputs.image_sizes import padded_to_cells
+from fnmodels.models.common import storage
+from fnmodels.models.vision import glm4v_vision
+from fnmodels.models.vision_language import glm5_next
+from params.checkpoint.tensor_map import stored_leaves
+from tests.support import wrappers
+from tests.support.oracle import assert_close, on_disk
+from tests.variants.glm5_next import TINY, published, variants
 
-CONFIG = glm5_next.Config.from_hf(TINY)
-PARAMS = generic_params(CONFIG, torch.float64)
-ROWS = segments((-2, 7, 19), (22, 6), (2, 20, -6))
-
-
-def logits_of(config: Any = CONFIG, kernel: str = "math", **more: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    batch = batch_of(CONFIG, ROWS)
-    inputs, masks, freqs = fnmodels.prepare(config, batch.tokens, positions=batch.positions, segment_ids=ROWS)
-    how: dict[str, Any] = {"config": config, "kernel": kernel, "taps": ("layers.*.choices",)}
-    found: tuple[Tensor, dict[str, Tensor]] = fnmodels.forward(PARAMS, inputs | more, masks, freqs, **how)
-    return found
-
-
-def test_a_choice_is_replayed_and_names_blocks_of_the_document() -> None:
-    free, tapped = logits_of()
-    assert [*tapped] == ["layers.1.choices"], "layer 2 shares that of layer 1"
-    choices, seen = tapped["layers.1.choices"].unsqueeze(2), ROWS > 0
-    batch, size, count = batch_of(CONFIG, ROWS), CONFIG.index_block_size, CONFIG.index_topk - 2
-    whole = (batch.positions + 1) // size
-    complete, ends = choices[:, :, 0, :count], choices[:, :, 0, count:]
-    assert torch.equal((complete >= 0).sum(-1)[seen], whole.clamp(max=count)[seen])
-    assert (complete < whole[..., None])[seen].all()
-    assert torch.equal(ends[..., 0][seen], torch.where((batch.positions + 1) % size > 0, whole, -1)[seen])
-    assert (ends[..., 1] == -1).all() and (choices[~seen] == -1).all()
-    assert torch.equal(logits_of(choices=choices)[0], free)
-    fewer = choices.where(choices != complete.amax(-1)[..., None, None], -1)
-    assert off(logits_of(choices=fewer)[0][seen], free[seen]) > 1e-3, "another choice"
-    assert off(logits_of(replace(CONFIG, indexer_budget=60))[0][seen], free[seen]) > 1e-3, (
-        "the choice leaves nothing out"
-    )
+IMAGE = 60  # the id of image tokens
+_VISION: dict[str, Any] = {"model_type": "glm5_next_vision", "depth": 2, "hidden_size": 32, "intermediate_size": 20}
+_VISION |= {"num_heads": 4, "patch_size": 4, "out_hidden_size": TINY["hidden_size"], "rms_norm_eps": 1e-2}
+_VISION |= {"projection_intermediate_size": 28, "swiglu_limit": 0.9}
+_VISION |= {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}}
+_OUTER: dict[str, Any] = {"model_type": "glm5_next", "image_token_id": IMAGE, "video_token_id": 59}
+_OUTER |= {"image_start_token_id": 58, "image_end_token_id": 57, "video_start_token_id": 56, "video_end_token_id": 55}
+_TIED = variants()["glm5_next_groups_tied"]
+VARIANTS = {
+    "glm5_next": _OUTER | {"vision_config": _VISION, "text_config": TINY},
+    "glm5_next_tied": _OUTER
+    | {"vision_config": _VISION | {"attention_bias": False, "hidden_act": "gelu"}, "text_config": _TIED}
+    | {"tie_word_embeddings": True},
+}
+STRUCTURES = ("glm5_next",)  # for the tests of all readers of images
+DOCUMENTS: tuple[list[Any], ...] = ([2, (2, 3), 3], [5, (1, 4), 1, (3, 2), 4], [3], [(2, 2), 2])
+every_variant = pytest.mark.parametrize("name", VARIANTS)
 
 
-def test_a_choice_of_the_wrong_layer_is_found() -> None:
-    """Two layers with indexers choose differently: a model whose second takes the first's choice has other logits."""
-    own = glm5_next.Config.from_hf(TINY | {"indexer_types": ["full", "full", "full"]})
-    params, batch = generic_params(own, torch.float64), batch_of(own, ROWS)
-    inputs, masks, freqs = fnmodels.prepare(own, batch.tokens, positions=batch.positions, segment_ids=ROWS)
-    how: dict[str, Any] = {"config": own, "kernel": "math"}
-    free, tapped = fnmodels.forward(params, inputs, masks, freqs, **how, taps=("layers.*.choices",))
-    choices = torch.stack([tapped["layers.1.choices"], tapped["layers.2.choices"]], 2)
-    again = fnmodels.forward(params, inputs | {"choices": choices}, masks, freqs, **how)
-    assert torch.equal(again, free)
-    swapped = fnmodels.forward(params, inputs | {"choices": choices.flip(2)}, masks, freqs, **how)
-    assert off(swapped[ROWS > 0], free[ROWS > 0]) > 1e-3
+@functools.cache
+def _config(name: str) -> glm5_next.Config:
+    return glm5_next.Config.from_hf(VARIANTS[name])
 
 
-def test_gathered_blocks_equal_a_mask() -> None:
-    """Logits and gradients of packed rows."""
-    batch, leaves = batch_of(CONFIG, ROWS), trainable(PARAMS)
+@functools.cache
+def _reference(name: str) -> Any:
+    config = AutoConfig.for_model(**copy.deepcopy(VARIANTS[name]))
+    config._attn_implementation = "eager"
+    config.text_config._experts_implementation = "eager"
+    model = wrappers.perturbed(AutoModelForImageTextToText.from_config(config))
+    return wrappers.with_generic_buffers(model)
+
+
+@functools.cache
+def _params(name: str) -> Any:
+    return wrappers.ours_of(on_disk(_reference(name)), _config(name))
+
+
+def pixels(images: list[Tensor]) -> dict[str, Tensor]:
+    """What transformers takes: patches cell by cell, and grids."""
+    grids = torch.tensor([(1, image.shape[1] // 4, image.shape[2] // 4) for image in images])
+    return {"pixel_values": torch.cat([wrappers.merged_patches(one, 4) for one in images]), "image_grid_thw": grids}
+
+
+def _theirs(name: str) -> Tensor:
+    return wrappers.alone(_reference(name), DOCUMENTS, IMAGE, 8, pixels=pixels)
+
+
+def _ours(name: str, params: Any, **bug: bool) -> tuple[Tensor, Tensor]:
+    return wrappers.cell_logits(glm5_next, _config(name), DOCUMENTS, IMAGE, params, **bug)
+
+
+@every_variant
+def test_packed_documents_with_images_equal_transformers_alone(name: str) -> None:
+    with torch.no_grad():
+        wanted = _theirs(name)
+        logits, segment_ids = _ours(name, _params(name))
+        assert_close(logits[segment_ids > 0], wanted)
+        assert (_ours(name, _params(name), reverse=True)[0][segment_ids > 0] - wanted).abs().max() > 1e-2
+
+
+@every_variant
+def test_gradients_equal_transformers(name: str) -> None:
+    params = tree.map(lambda leaf: leaf.clone().requires_grad_(), _params(name))
+    logits, segment_ids = _ours(name, params)
+    logits[segment_ids > 0].square().sum().backward()
+    model = _reference(name)
+    model.zero_grad()
+    _theirs(name).square().sum().backward()
+    wrappers.assert_gradients(model, _config(name), params)
+
+
+@every_variant
+def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
+    wrappers.assert_files(_reference(name), _config(name), tmp_path)
+    wrappers.assert_text_alone(_config(name), tmp_path)
+
+
+@pytest.mark.parametrize("part", ["tower", "merger"])
+def test_a_limit_that_is_left_out_is_found(part: str) -> None:
+    config, params = _config("glm5_next"), _params("glm5_next")
+    free = replace(config, vision=replace(config.vision, swiglu_limit=None))
+    image = wrappers.documents_with_grids(DOCUMENTS, IMAGE, 8)[1][0][0].repeat_interleave(2, 0)
+    patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
     found = []
-    for kernel in ("math", "sparse", "sdpa"):
-        logits = batch.forward(leaves, kernel=kernel)
-        found.append((logits.detach(), gradients(logits[ROWS > 0].square().mean(), leaves)))
-    assert off(found[1], found[0]) < 1e-10 and off(found[2], found[0]) < 1e-10
+    for tower, merger in ((config, config), (free, config) if part == "tower" else (config, free)):
+        batch = fnmodels.prepare(tower.vision, patches, positions=at, segment_ids=image_ids)
+        x = fnmodels.forward(params["vision"], *batch, config=tower.vision)
+        found.append(glm5_next.project(params, x, glm5_next.cells(at, image_ids, 2), config=merger))
+    assert (found[0] - found[1]).abs().max() > 1e-2
 
 
-def difference(kernel: str = "math", pooled: Any = gated_pools._pooled) -> float:
-    """How far steps on a cache, in chunks, are from one pass. pooled: what makes the keys of blocks in these steps."""
-    row = batch_of(CONFIG, segments((26,)))
-    whole = row.forward(PARAMS)
-    cache, steps = fnmodels.init_cache(CONFIG, 1, 28, dtype=torch.float64, length=28), []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gated_pools, "_pooled", pooled)
-        for tokens in row.tokens.split([9, 1, 1, 15], dim=1):
-            step = fnmodels.prepare_step(CONFIG, tokens, cache)
-            logits, cache = fnmodels.decode(PARAMS, *step, cache, config=CONFIG, kernel=kernel)
-            steps.append(logits)
-    return off(torch.cat(steps, 1), whole)
-
-
-@pytest.mark.parametrize("kernel", ["math", "sparse", "auto"])
-def test_steps_on_a_cache_choose_alike(kernel: str) -> None:
-    assert difference(kernel) < 1e-10
-
-
-def test_a_cache_without_the_gates_of_earlier_tokens_is_found() -> None:
-    """A planted bug."""
-    right = gated_pools._pooled
-
-    def forgetful(k: Tensor, gates: Tensor, slots: Tensor, count: int) -> Tensor:
-        return right(k, torch.cat((torch.zeros_like(gates[:, :9]), gates[:, 9:]), 1), slots, count)
-
-    assert difference(pooled=forgetful) > 1e-3
-
-
-@pytest.mark.parametrize("change", ["iterations", "rows_first", "transposed"])
-def test_planted_bugs_of_mixed_streams_are_found(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One iteration of Sinkhorn too few, columns before rows, and streams that are mixed the other way round."""
-    reference, tokens = model_of(TINY), torch.randint(3, 61, (1, 20), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        theirs = reference(input_ids=tokens, use_cache=False).logits
-    params = params_of(reference, CONFIG)
-    right, connect = hyper.sinkhorn, hyper.connect
-
-    def ours() -> Tensor:
-        return fnmodels.forward(params, *fnmodels.prepare(CONFIG, tokens), config=CONFIG, kernel="math")
-
-    assert_close(ours(), theirs)
-    if change == "iterations":
-        monkeypatch.setattr(hyper, "sinkhorn", lambda comb, n, eps: right(comb, n - 1, eps))
-    elif change == "rows_first":
-        monkeypatch.setattr(hyper, "sinkhorn", lambda comb, n, eps: right(comb.mT, n, eps).mT)
-    else:
-        swapped = lambda x, y, maps: connect(x, y, maps._replace(comb=maps.comb.mT))  # noqa: E731
-        monkeypatch.setattr(hyper, "connect", swapped)
-    with pytest.raises(AssertionError):
-        assert_close(ours(), theirs)
-
-
-def wrapped(folder: Path) -> Any:
-    """A model with images, saved by transformers under published names."""
-    vision = {"hidden_size": 16, "intermediate_size": 20, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"projection_intermediate_size": 24, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}
-    values = {"text_config": TINY, "vision_config": vision}
-    config = transformers.AutoConfig.for_model("glm5_next", **values)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(generic(name, tensor))
-    model.save_pretrained(folder)
-    return model
-
-
-def test_published_names_are_those_of_transformers(tmp_path: Path) -> None:
-    """The text of a model with images, with an MTP layer beside it, gives that model's logits."""
-    model = wrapped(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    assert "model.language_model.layers.0.hc_attn_fn" in tensors
-    assert "model.language_model.layers.1.self_attn.indexer.index_kpool_compress_ape" in tensors
-    mtp = {f"model.language_model.layers.3.{name}.weight": torch.ones(4) for name in ("eh_proj", "shared_head.norm")}
-    save_file(tensors | mtp, path, {"format": "pt"})
-    config, params = P.load_pretrained(tmp_path, part="text")
-    tokens = torch.randint(10, 61, (1, 20), generator=torch.Generator().manual_seed(3))
-    ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
-    with torch.no_grad():
-        assert_close(ours, model(input_ids=tokens, use_cache=False).logits)
-    assert config.model_type == "glm5_next"
-    P.save_pretrained(tmp_path / "again", config, params)
-    assert off(P.load_pretrained(tmp_path / "again")[1], params) == 0
-    stranger = {"model.language_model.layers.1.eh_proj.weight": torch.ones(4)}
-    save_file(tensors | stranger, path, {"format": "pt"})
+def test_files_with_mtp_layers_are_read_without_them(tmp_path: Path) -> None:
+    config, params = _config("glm5_next"), _params("glm5_next")
+    P.save_pretrained(tmp_path, config, params)
+    file = tmp_path / "model.safetensors"
+    tensors, first = load_file(file), config.text.num_hidden_layers
+    mtp = {f"model.language_model.layers.{first}.eh_proj.weight": torch.zeros(4, 4)}
+    save_file(tensors | mtp, file, metadata={"format": "pt"})
+    for part, wanted in ((None, params), ("text", params["text"])):
+        flat, (_, read) = tree.flatten(wanted), P.load_pretrained(tmp_path, part=part, copy=True)
+        assert all(torch.equal(leaf, flat[path]) for path, leaf in tree.flatten(read).items())
+    stranger = {"model.language_model.layers.1.eh_proj.weight": torch.zeros(4, 4)}
+    save_file(tensors | stranger, file, metadata={"format": "pt"})
     with pytest.raises(P.MismatchError, match=r"layers\.1\.eh_proj\.weight' in .*: unexpected"):
-        P.load_pretrained(tmp_path, part="text")
+        P.load_pretrained(tmp_path)
 
 
-def test_leaves_begin_as_in_transformers() -> None:
-    """Decays that have a bound begin at 1, those without are drawn; and hyper-connections begin alike."""
-    fresh, theirs = P.init(CONFIG, 0)["layers"], model_of(TINY)
-    theirs = transformers.AutoModelForCausalLM.from_config(theirs.config).model.layers[0]
-    assert torch.equal(fresh[0]["attention"]["A_log"], theirs.self_attn.forget_gate.A_log)
-    assert torch.equal(fresh[0]["attention_hyper"]["base"], theirs.attn_hc.base)
-    assert torch.equal(fresh[0]["attention_hyper"]["scale"], theirs.attn_hc.scale)
-    free = glm5_next.Config.from_hf(TINY | {"linear_lower_bound": None})
-    assert (P.init(free, 0)["layers"][0]["attention"]["A_log"] > 0).all()
+_SIZES = [(20, 44), (8, 8), (3, 5), (64, 64), (40, 90), (12, 300), (128, 31), (200, 210), (33, 401), (7, 20), (1, 90)]
 
 
-def test_the_published_file_is_the_preset() -> None:
-    values = published()["glm_5_3_flash"]
-    config = glm5_next.Config.from_hf(values)
-    assert config == fnmodels.preset("glm-5.3-flash") and config.layer_kinds[3] == "indexed_moe"
-    outer = {"model_type": "glm5_next", "tie_word_embeddings": False, "image_token_id": 154854}
-    assert glm5_next.Config.from_hf(outer | {"text_config": values}) == config
-    assert glm5_next.Config.from_hf(values | outer) == config, "a file whose text has no object of its own"
+@pytest.mark.parametrize("size", _SIZES)
+@pytest.mark.parametrize("bounds", [(1, 10_000), (9, 40), (100, 120), (30, 31), (1, 1)])
+def test_pictures_have_the_sizes_of_transformers(size: tuple[int, int], bounds: tuple[int, int]) -> None:
+    """A white picture, of which filters change nothing: the rest is the room at the right and below."""
+    image = torch.full((3, *size), 255, dtype=torch.uint8)
+    how = dict(zip(("min_image_tokens", "max_image_tokens"), bounds, strict=True))
+    theirs = Glm5NextImageProcessorPil().resize(image.numpy(), 3, factor=8, temporal_factor=2, **how)
+    assert torch.equal(padded_to_cells(image, 8, *bounds), torch.as_tensor(theirs))
 
 
-def test_sizes_of_delta_layers_stand_in_an_object_of_their_own() -> None:
-    read, own = glm5_next.Config.from_hf, {"num_heads": 2, "head_dim": 10, "short_conv_kernel_size": 4}
-    plain = {name: value for name, value in TINY.items() if not name.startswith("linear_")}
-    assert read(plain | {"linear_attn_config": own | {"gate_lower_bound": -3.0}}) == CONFIG
-    assert read(plain | {"linear_attn_config": own}).linear_lower_bound == -5.0
-    assert read(plain | {"linear_attn_config": own | {"gate_lower_bound": None}}).linear_lower_bound == -5.0
-    unbound = own | {"gate_lower_bound": None, "safe_gate": False}
-    assert read(plain | {"linear_attn_config": unbound}).linear_lower_bound is None
-    assert read(TINY | {"linear_lower_bound": None}).linear_lower_bound is None
-    with pytest.raises(ConfigError, match="'head_dim' and 'linear_head_dim' disagree: 11, 10"):
-        read(TINY | {"linear_attn_config": own | {"head_dim": 11}})
-    with pytest.raises(UnsupportedError, match="linear_attn_config: 'kda_layers'"):
-        read(TINY | {"linear_attn_config": own | {"kda_layers": [0, 1]}})
-
-
-def test_what_is_not_read_is_refused() -> None:
-    read = glm5_next.Config.from_hf
-    for name, value in (("qk_rope_head_dim", 8), ("index_kpool_always_select_tail", False), ("mhc", False)):
-        with pytest.raises(UnsupportedError, match=name):
-            read(TINY | {name: value})
-    with pytest.raises(UnsupportedError, match="'num_key_value_heads' must be 3"):
-        read(TINY | {"num_key_value_heads": 1})
+def test_errors_name_what_does_not_fit() -> None:
+    read, values = glm5_next.Config.from_hf, VARIANTS["glm5_next"]
     for change, words in (
-        ({"indexer_types": ["full", "shared", "full"]}, "Layer 1 takes the choice of keys of the layer before it"),
-        ({"index_topk": 9}, "indexer_budget 9 is not a multiple of indexer_compress_ratio 2"),
-        ({"hc_mult": 1}, "residual_streams is 1"),
-        ({"swiglu_limit": 0.0}, "'swiglu_limit' is 0"),
-        ({"q_lora_rank": 0}, "'q_lora_rank' is 0"),
+        ({"out_hidden_size": 8}, "out_hidden_size 8 of vision_config is not the hidden_size 32"),
+        ({"swiglu_limit": 0}, "'swiglu_limit' is 0, but must be a finite number above 0"),
+        ({"hidden_size": 24}, "heads are 6 wide, but must be a multiple of 4"),
+        ({"deepstack": [1]}, "deepstack"),
     ):
-        with pytest.raises(ConfigError, match=words):
-            read(TINY | change)
-    batch = batch_of(CONFIG, ROWS)
-    with pytest.raises(ValueError, match="choose blocks or windows of keys, whose indexers have no such loss yet"):
-        indexer_loss(PARAMS, batch.batch(), config=CONFIG, stage="sparse")
-    assert train.next_token_loss(PARAMS, batch.batch(), config=CONFIG, kernel="math")[0].isfinite()
+        with pytest.raises(ValueError, match=words):
+            read(values | {"vision_config": _VISION | change})
+    image, name = torch.zeros(3, 8, 8, dtype=torch.uint8), str
+    with pytest.raises(ValueError, match="'patch_expand_factor' is 2; it must be a number from 1 to 1"):
+        glm5_next.read_image(image, {"patch_expand_factor": 2}, name, config=_config("glm5_next"))
+
+
+def test_the_published_file_is_read() -> None:
+    """Its tower has 347 tensors on disk."""
+    tower = {"model_type": "glm5_next_vision", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096}
+    tower |= {"num_heads": 16, "image_size": 448, "patch_size": 14, "temporal_patch_size": 2, "spatial_merge_size": 2}
+    tower |= {"out_hidden_size": 4096, "projection_intermediate_size": 10240, "in_channels": 3, "attention_bias": True}
+    tower |= {"attention_dropout": 0.0, "hidden_act": "silu", "swiglu_limit": 10.0, "rms_norm_eps": 1e-5}
+    tokens = {name: _OUTER[name] for name in _OUTER if name not in ("model_type", "image_token_id")}
+    outer = {"model_type": "glm5_next", "image_token_id": 154854, "tie_word_embeddings": False} | tokens
+    config = glm5_next.Config.from_hf(outer | {"text_config": published()["glm_5_3_flash"], "vision_config": tower})
+    assert config.text == fnmodels.preset("glm-5.3-flash") and config.image_token == 154854
+    defaults = {"model_type": "glm5_next_vision", "out_hidden_size": 4096, "image_size": 448}
+    assert config.vision == glm4v_vision.Config.from_hf(defaults)
+    assert config.vision.head_dim == 64 and config.vision.rope_theta == 1e4
+    stored = [name for one in stored_leaves(config) for name in storage.disk_names(one.stored)]
+    assert len({name for name in stored if name.startswith("model.visual.")}) == 347
+
+
+def test_frames_of_a_video_are_images() -> None:
+    """Two frames of a patch are one image: between the tokens that begin and end a video too."""
+    model, config, params = _reference("glm5_next"), _config("glm5_next"), _params("glm5_next")
+    frames = torch.randn(2, 2, 3, 16, 24, generator=torch.Generator().manual_seed(5))  # two images of two frames
+    images = [pair.transpose(0, 1).flatten(0, 1) for pair in frames]
+    single = [[wrappers.merged_patches(frame, 4).view(24, 3, 2, 16)[:, :, 0] for frame in pair] for pair in frames]
+    moving = torch.cat([torch.stack(pair, 2).flatten(1) for pair in single])
+    feature = [IMAGE] * 6
+    tokens = torch.tensor([[3, 56, 58, *feature, 57, 4, 58, *feature, 57, 5, 55, 7]])
+    with torch.no_grad():
+        given = {"pixel_values_videos": moving, "video_grid_thw": torch.tensor([[2, 4, 6]])}
+        theirs = model(input_ids=tokens, use_cache=False, **given).logits
+        found = image_features(params, images, config=config)
+        places = glm5_next.image_places(tokens, IMAGE, torch.ones(found.values[0].shape[:2], dtype=torch.bool))
+        inputs, masks, freqs = fnmodels.prepare(config.text, tokens)
+        inputs = glm5_next.with_images(params, inputs, found.values[0], places, config=config)
+        assert_close(fnmodels.forward(params["text"], inputs, masks, freqs, config=config.text), theirs)

@@ -47,9 +47,11 @@ SETTINGS["step3p7"] = (
     {"size": {"height": 32, "width": 32}, "patch_size": 16, "max_image_size": 512} | NORMAL,
     "step3p7",
 )
+SETTINGS["glm5_next"] = ({"patch_size": 4, "min_image_tokens": 4, "max_image_tokens": 12} | NORMAL, "glm5_next")
 _CROPS = 3 * "<patch_start><img><patch_end>"
 # What stands for a picture of 20 x 44 pixels in a prompt: its placeholder, and the text with "i" for features.
 TEXTS = {
+    "glm5_next": ("i", 10 * "i"),  # of 16 x 35 pixels, with room at the right
     "gemma3": ("[58]", "\n\n[58]" + 9 * "i" + "[59]\n\n"),
     **dict.fromkeys(("gemma4", "gemma4_unified"), ("i", "[57]" + 60 * "i" + "[56]")),
     "llama4": (

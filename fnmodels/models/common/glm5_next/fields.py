@@ -9,6 +9,7 @@ from fnmodels.ops.mlp import ACTIVATIONS
 from .. import decoder
 from .. import moe as mixture
 from ..config_json import ConfigJson, Fields, merged
+from ..family import parsed
 from ..layers import indexed
 
 _TYPES = {"linear_attention": "linear", **dict.fromkeys((*indexed.ATTENTION, "full_attention"), "indexed")}
@@ -63,7 +64,7 @@ def fields_from_hf(values: ConfigJson, model_types: Sequence[str]) -> tuple[Fiel
     experts = mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
     del experts["num_nextn_predict_layers"]
     experts["layer_kinds"] = _layer_kinds(fields, layers)
-    ordered = [kind.startswith("linear") for kind in experts["layer_kinds"]]
+    ordered = [kind.ordered for kind in parsed(experts["layer_kinds"])]
     for name, wanted in (("kda_layers", True), ("full_attn_layers", False)):
         inner.expect(name, [i for i, is_linear in enumerate(ordered) if is_linear is wanted])
     inner.finish()

@@ -1,7 +1,4 @@
-"""The parameters of GLM 5.3 Flash and their names on disk.
-
-What transformers keeps in fp32 stays so here, but convolutions, which compute in fp32 with weights of any dtype.
-"""
+"""The parameters of GLM 5.3 Flash and their names on disk; what transformers keeps in fp32 stays so here."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +34,7 @@ def leaves_of(config: Any, kind: LayerKind) -> Tree:
 
 def _delta_leaves(config: Any) -> dict[str, Leaf]:
     leaves = delta.narrow_leaves(config)
-    for name in ("dt_bias", "A_log"):
+    for name in ("q_conv", "k_conv", "v_conv", "dt_bias", "A_log"):
         leaves[name] = replace(leaves[name], keep_dtype=True)
     if config.linear_lower_bound is not None:
         leaves["A_log"] = replace(leaves["A_log"], init=Constant(0.0))
