@@ -63,15 +63,14 @@ def padded_to_cells(image: Tensor, factor: int, least: int, most: int, *, how: s
         grow = math.sqrt(least * factor**2 / (height * width))
         grid = cells(math.ceil(height * grow), math.ceil(width * grow))
     if math.prod(grid) > most:
-        high = bisect.bisect_right(range(1, height + 1), most, key=lambda high: math.prod(shrunk(high)))
-        grid = shrunk(high) if high else (1, 1)
+        tallest = bisect.bisect_right(range(1, height + 1), most, key=lambda high: math.prod(shrunk(high)))
+        grid = shrunk(tallest) if tallest else (1, 1)
     room = [n * factor for n in grid]
     scale = min(room[0] / height, room[1] / width)
     scale = min(1.0, scale) if height * width >= factor**2 * least else scale
-    down, right = (
-        max(1, min(most, math.floor(side * scale))) for most, side in zip(room, (height, width), strict=True)
-    )
-    return F.pad(resize(image, (down, right), how=how), (0, room[1] - right, 0, room[0] - down))
+    sides = zip(room, (height, width), strict=True)
+    high, wide = (max(1, min(bound, math.floor(side * scale))) for bound, side in sides)
+    return F.pad(resize(image, (high, wide), how=how), (0, room[1] - wide, 0, room[0] - high))
 
 
 def fit_edge(image: Tensor, factor: int, edge: int) -> tuple[int, int]:

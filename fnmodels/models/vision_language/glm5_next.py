@@ -21,13 +21,17 @@ from torch import Tensor
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import padded_to_cells
 from fnmodels.models.common.config_json import ConfigJson, Fields
-from fnmodels.models.common.family import Traits, function_of, traits_of
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.family import Traits
 from fnmodels.models.vision import glm4v_vision
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import glm, image_prompts, qwen_vl, vision_language
 from fnmodels.models.vision_language.common.glm import hf_names, placeholder, project, spec  # noqa: F401
-from fnmodels.models.vision_language.common.vision_language import cell_side, with_images  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import (  # noqa: F401
+    cell_side,
+    in_memory,
+    leftovers,
+    with_images,
+)
 
 MODEL_TYPES = ("glm5_next",)
 TRAITS = Traits()
@@ -66,17 +70,6 @@ class Config:
         """A config.json in the current dialect."""
         own = {"image_token_id": self.image_token, "tie_word_embeddings": self.text.tie_word_embeddings}
         return vision_language.to_hf(self, "Glm5NextForConditionalGeneration", **own)
-
-
-def leftovers(config: Config) -> tuple[str, ...]:
-    """Patterns of the tensors of MTP layers."""
-    patterns: tuple[str, ...] = function_of(family_of(config.text), "leftovers")(config.text)
-    return patterns
-
-
-def in_memory(config: Config) -> dict[str, str]:
-    """What modules of the text are called where files say otherwise; see the trait `in_memory`."""
-    return dict(traits_of(family_of(config.text)).in_memory)
 
 
 def read_image(

@@ -22,8 +22,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.image_places import image_places  # noqa: F401
 from fnmodels.inputs.image_sizes import whole_and_crops
 from fnmodels.models.common.config_json import ConfigJson, Fields
-from fnmodels.models.common.family import Traits, function_of, traits_of
-from fnmodels.models.common.registry import family_of
+from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, weight
 from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
@@ -32,7 +31,7 @@ from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import image_prompts, vision_language
 from fnmodels.models.vision_language.common.image_prompts import ImageSettings, Name, placeholder  # noqa: F401
-from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import in_memory, leftovers, with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.tree import Tree
 
@@ -109,17 +108,6 @@ def hf_names(config: Config) -> StoredNames:
     names: StoredNames = vision_language.part_names(config, text="", vision="vision_model.")
     own = weight_and_bias("projector.out", "vit_large_projector")
     return names | (own if config.projector_bias else {"projector.out": own["projector.out"]})
-
-
-def leftovers(config: Config) -> tuple[str, ...]:
-    """Patterns of the tensors of MTP layers."""
-    patterns: tuple[str, ...] = function_of(family_of(config.text), "leftovers")(config.text)
-    return patterns
-
-
-def in_memory(config: Config) -> dict[str, str]:
-    """What modules of the text are called where files say otherwise; see the trait `in_memory`."""
-    return dict(traits_of(family_of(config.text)).in_memory)
 
 
 def cells(positions: Tensor, segment_ids: Tensor, side: int) -> Tensor:

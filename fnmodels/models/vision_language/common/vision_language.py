@@ -18,6 +18,7 @@ from fnmodels.inputs.image_places import gather_cells, place
 from fnmodels.models.common.bookkeeping import is_bookkeeping
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.decoder import expressible
+from fnmodels.models.common.family import function_of, traits_of
 from fnmodels.models.common.registry import families, family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, weight
 from fnmodels.models.common.storage import Stored, StoredNames, renamed
@@ -143,6 +144,17 @@ def nested_names(config: Any, *, text: str, vision: str) -> dict[str, Stored]:
     return with_prefix(inner, "text", "") | with_prefix(
         family_of(config.vision).hf_names(config.vision), "vision", vision
     )
+
+
+def leftovers(config: Any) -> tuple[str, ...]:
+    """Patterns of the text's tensors that are not read, such as those of MTP layers."""
+    patterns: tuple[str, ...] = function_of(family_of(config.text), "leftovers")(config.text)
+    return patterns
+
+
+def in_memory(config: Any) -> dict[str, str]:
+    """What modules of the text are called where files say otherwise; see the trait `in_memory`."""
+    return dict(traits_of(family_of(config.text)).in_memory)
 
 
 def joined(x: Tensor, places: Tensor) -> Tensor:
