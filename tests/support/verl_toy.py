@@ -6,12 +6,22 @@
 """
 
 import json
+import os
 import random
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+ROOT = Path(__file__).parents[2]
+PICTURES = ROOT / ".venv-verl/pictures"  # what reads pictures, where `make verl` could install it
 WORDS = ["<pad>", "<s>", "</s>", "<unk>", "user", "assistant", "system", ":", *map(str, range(10))]
 WORDS += [chr(ord("a") + i) for i in range(26)]
+# a call of a tool, as Hermes' models write it, is one word: also a model that has learned nothing makes some
+CALL = '<tool_call>{{"name":"digit","arguments":{{"letter":"{}"}}}}</tool_call>'
+WORDS += ["tool", *map(CALL.format, "abcdefgh")]
 WORDS += [f"w{i}" for i in range(96 - len(WORDS))]
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m['role'] }} : {{ m['content'] }} </s> {% endfor %}"
@@ -23,10 +33,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_)
     words = solution_str.split()
     return sum(word.isdigit() for word in words) / max(len(words), 1)
 '''
+TOOLS = '''
+from verl.tools.function_tool import function_tool
+
+
+@function_tool
+def digit(letter: str) -> str:
+    """The digit of a letter.
+
+    Args:
+        letter: A letter.
+    """
+    return str(ord(letter) % 10)
+'''
 
 
 def write_task(folder: Path, model: Path) -> None:
-    """A tokenizer in the model's folder; train.parquet, test.parquet, chats.parquet and reward.py in `folder`."""
+    """A tokenizer in the model's folder; train.parquet, test.parquet, chats.parquet, reward.py and tools.py."""
     import pandas
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -51,6 +74,7 @@ def write_task(folder: Path, model: Path) -> None:
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     pandas.DataFrame(rows[:8]).to_parquet(folder / "test.parquet")
     (folder / "reward.py").write_text(REWARD)
+    (folder / "tools.py").write_text(TOOLS)
     asked = [" ".join(draw.choices("abcdefgh", k=draw.randint(1, 4))) for _ in range(256)]
     answers = [" ".join(str(ord(letter) % 10) for letter in words.split()) for words in asked]
     turns = zip(asked, answers, strict=True)
@@ -99,6 +123,43 @@ def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> lis
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
+
+
+def environment(folder: Path, *, pictures: bool = False) -> dict[str, str]:
+    """That of docs/verl.md, "Without an accelerator". pictures: with what Qwen's processors need, see the Makefile."""
+    modules, paths = ["train.integrations.verl"], [ROOT]
+    if pictures:
+        (folder / "modules").mkdir(exist_ok=True)
+        shutil.copy(Path(__file__).with_name("verl_operators.py"), folder / "modules")
+        modules, paths = ["verl_operators", *modules], [*paths, folder / "modules", PICTURES]
+    made = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": ",".join(modules)}
+    return made | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def printed(arguments: list[str], folder: Path, *, pictures: bool = False) -> str:
+    """What a command prints that ends well."""
+    options: dict[str, Any] = {"env": environment(folder, pictures=pictures), "cwd": folder, "timeout": 900}
+    done = subprocess.run(arguments, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def logged(text: str, name: str) -> list[float]:
+    """The values of a metric that verl prints after each step."""
+    return [float(value) for value in re.findall(rf"{name}:(?:np\.\w+\()?([-+.e\d]+)", text)]
+
+
+def turns(folder: Path, length: int) -> list[str]:
+    """What `command` takes beside, for conversations with tools.py of so many tokens behind the prompt."""
+    rollout = "actor_rollout_ref.rollout"
+    settings = {
+        "data.max_response_length": length,
+        f"{rollout}.agent.default_agent_loop": "tool_agent",
+        f"{rollout}.multi_turn.enable": True,
+        f"{rollout}.multi_turn.format": "hermes",
+        f"{rollout}.multi_turn.function_tool_path": folder / "tools.py",
+    }
+    return [f"{name}={value}" for name, value in settings.items()]
 
 
 def sft(folder: Path, model: Path, name: str, *, steps: int, mesh: str = "", resume: Path | None = None) -> list[str]:

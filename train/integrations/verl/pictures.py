@@ -1,10 +1,12 @@
 """Images of verl's batches: `multi_modal_inputs`, what transformers' processors made of the images of each sequence.
 
 The text is trained; the tower and what joins it to the text are as the checkpoint has them, whole on every rank.
+`PromptImages` has those of a rollout's requests.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from train.parallel.whole_model import fetching
 ENTRY = "multi_modal_inputs"
 PIXELS, GRIDS = "pixel_values", "image_grid_thw"
 BESIDE = {"images_seqlens", "token_type_ids", "mm_token_type_ids", "num_crops"}  # follow from the others and the tokens
+KEPT = 256  # images that a rollout has at hand, for the answers to one prompt and the turns of one conversation
 PATCH_ROWS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose pixels come as rows of patches
 
 
@@ -146,3 +149,70 @@ class ImageReader:
             return fetch(path.removeprefix("text.")) if path.startswith("text.") else flat[path]
 
         return P.export(self.config, {**self.params, "text": tree.unflatten(leaves)}, fetched)
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """Images of a rollout's requests, read by verl's processor of the checkpoint as verl reads those of the actor.
+
+    config: of the whole model. processor: of transformers. known: {key: images} of pictures that were read.
+    """
+
+    config: Any
+    processor: Any
+    known: dict[bytes, list[Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(folder: Path, trust_remote_code: bool = False) -> "PromptImages | None":
+        """None for a checkpoint whose model reads no images here, or for which verl makes no processor."""
+        from verl.utils.tokenizer import hf_processor
+
+        try:
+            config = P.load_config(folder)
+        except P.CheckpointError:  # of a whole model that is not supported, though its text is
+            return None
+        family = family_of(config)
+        if not hasattr(family, "with_images") or hasattr(family, "prompt_masks"):
+            return None
+        processor = hf_processor(str(folder), trust_remote_code=trust_remote_code)
+        return None if processor is None else PromptImages(config, processor)
+
+    def read(self, pictures: Sequence[Any], options: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """The images of pictures, in their order. options: mm_processor_kwargs of the request.
+
+        ValueError for one that is no picture of PIL, which verl's data sets and tools give.
+        """
+        from PIL.Image import Image
+
+        for number, picture in enumerate(pictures):
+            if not isinstance(picture, Image):
+                kind = type(picture).__name__
+                raise ValueError(f"Image {number} of the request is a {kind}; it must be a picture of PIL.")
+        return [image for picture in pictures for image in self._read_one(picture, dict(options or {}))]
+
+    def _read_one(self, picture: Any, options: dict[str, Any]) -> list[Tensor]:
+        """An image that was read before is the same object, for which `train.serve` computes features once."""
+        from verl.utils.tokenizer import build_multimodal_processor_inputs
+
+        about = f"{picture.mode} {picture.size} {picture.getpalette()} {sorted(options.items())}"
+        key = hashlib.sha256(about.encode() + picture.tobytes()).digest()
+        if key not in self.known:
+            options = {"text": [""], "images": [picture], "mm_processor_kwargs": options}
+            made = dict(build_multimodal_processor_inputs(self.processor, **options))
+            given = {name: made[name] for name in (PIXELS, GRIDS) if name in made}
+            self.known[key] = images_of(given, self.config)
+            while len(self.known) > KEPT:
+                del self.known[next(iter(self.known))]
+        return self.known[key]
+
+    @property
+    def placeholders(self) -> list[int]:
+        """Ids that stand for images and videos. verl takes each for one, so that an answer must not have any."""
+        from verl.utils.tokenizer import get_processor_token_id
+
+        found = {
+            self.config.image_token,
+            *(get_processor_token_id(self.processor, kind) for kind in ("image", "video")),
+        }
+        size = text_config(self.config).vocab_size
+        return sorted(token for token in found if token is not None and 0 <= token < size)

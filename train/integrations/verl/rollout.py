@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from verl.workers.rollout.base import _ROLLOUT_REGISTRY, BaseRollout
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
 import params as P
+from fnmodels.errors import MismatchError
 from train.eval.pretrained import end_ids
 from train.generation.checks import check_request, learned_positions
 from train.generation.loops import serve
@@ -27,6 +28,7 @@ from train.generation.requests import Request
 from train.generation.sampling import Sampling
 from train.handover.bucket import Bucket, as_stored, buckets, received
 
+from .pictures import PromptImages
 from .routing import layers_of
 from .settings import DTYPES
 
@@ -83,11 +85,14 @@ class Arrivals:
 class Server:
     """One replica: answers to prompts by the weights that were sent last."""
 
-    def __init__(self, folder: str, config: Any, seed: int) -> None:
+    def __init__(self, folder: str, config: Any, seed: int, trust_remote_code: bool = False) -> None:
         self.settings, self.seed, self.count = config, seed, 0
         self.config = P.load_config(folder, part="text")
+        self.images = PromptImages.of(Path(folder), trust_remote_code)
         self.stop_ids = end_ids(Path(folder))
-        self.weights: tuple[Any, int | None] | None = None  # and their version
+        self.weights: tuple[Any, Any, int | None] | None = (
+            None  # (config, params, version), the whole model's or text's
+        )
         self._arriving: list[Bucket] = []
         self._requests = Arrivals()
         threading.Thread(target=self._serve_forever, daemon=True).start()
@@ -101,13 +106,32 @@ class Server:
         video_data: Any = None,
         **more: Any,
     ) -> TokenOutput:
-        """The answer to a prompt; log_probs are those of the full softmax at the temperature, as the actor's."""
-        if image_data or video_data or more.get("audio_data"):
-            raise NotImplementedError("The request has images, videos or sounds; the rollout takes text.")
-        request = self._request(list(prompt_ids), sampling_params)
+        """The answer to a prompt; log_probs are those of the full softmax at the temperature, as the actor's.
+
+        image_data: Pictures, for each of which the prompt has as many image tokens as it has features.
+        """
+        if video_data or more.get("audio_data"):
+            raise NotImplementedError("The request has videos or sounds; the rollout takes text and images.")
+        images = self._images(image_data or [], more.get("mm_processor_kwargs"))
+        request = self._request(list(prompt_ids), sampling_params, images)
         return await asyncio.wrap_future(self._requests.add(request))
 
-    def _request(self, prompt: list[int], given: Mapping[str, Any]) -> Request:
+    def _images(self, pictures: Sequence[Any], options: Mapping[str, Any] | None) -> list[Tensor]:
+        if not pictures:
+            return []
+        if self.images is None:
+            raise NotImplementedError(
+                f"The request has images; the rollout reads none for a {self.config.model_type}, or verl made no "
+                "processor of the checkpoint, of which it warns."
+            )
+        if self.weights is not None and self.weights[0] == self.config:
+            raise ValueError(
+                "The request has images, and the weights that were sent are those of the text alone: set "
+                "actor_rollout_ref.actor.fnmodels.images=True."
+            )
+        return self.images.read(pictures, options)
+
+    def _request(self, prompt: list[int], given: Mapping[str, Any], images: Sequence[Tensor] = ()) -> Request:
         """A request; None in sampling_params is absence. ValueError for bad values, NotImplementedError for others."""
         given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
@@ -127,9 +151,11 @@ class Server:
         if room < 1:
             raise ValueError(f"The prompt has {len(prompt)} tokens; the rollout has room for {self._capacity()}.")
         records = bool(getattr(self.settings, "enable_rollout_routing_replay", False))
-        request = Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids, record_routing=records)
+        more: dict[str, Any] = {"images": images, "record_routing": records}
+        request = Request(prompt, min(limit, room), sampling, self.seed, self.count, stop_ids, **more)
         # here, so that a mistake is its caller's alone and no other answer waits for it
-        check_request(self.count, request, self.config, learned=learned_positions(self.config))
+        config = self.images.config if self.images is not None else self.config
+        check_request(self.count, request, config, learned=learned_positions(self.config))
         return request
 
     def _capacity(self) -> int:
@@ -153,9 +179,10 @@ class Server:
         if self.weights is None:
             raise RuntimeError("The rollout has no weights yet: update_weights comes first.")
         answers: dict[int, tuple[list[int], list[float], list[Tensor]]] = {}
-        (params, version), taken = self.weights, self._requests.taken
-        slots = min(self.settings.max_num_seqs, SLOTS)
-        for event in serve(params, self.config, self._requests, slots=slots, capacity=self._capacity()):
+        (config, params, version), taken = self.weights, self._requests.taken
+        how: dict[str, Any] = {"slots": min(self.settings.max_num_seqs, SLOTS), "capacity": self._capacity()}
+        how["logits_fn"] = None if self.images is None else self._without_placeholders
+        for event in serve(params, config, self._requests, **how):
             tokens, logp, experts = answers.setdefault(event.row, ([], [], []))
             tokens.append(event.token)
             logp.append(event.logp)
@@ -174,6 +201,11 @@ class Server:
                     )
                 )
 
+    def _without_placeholders(self, logits: Tensor, _: Any) -> Tensor:
+        """Logits for draws without tokens that verl would take for an image; log-probabilities are without this."""
+        assert self.images is not None
+        return logits.index_fill(-1, torch.tensor(self.images.placeholders, device=logits.device), -torch.inf)
+
     def receive(self, bucket: Bucket, version: int | None) -> None:
         """Some of a checkpoint's tensors; with the last bucket, if all have come, the weights are replaced."""
         if bucket.number == 0:  # a sender that failed has left the first buckets of its sequence
@@ -181,8 +213,23 @@ class Server:
         self._arriving.append(bucket)
         if bucket.last:
             arrived, self._arriving = self._arriving, []
-            self.weights = P.from_tensors(self.config, received(arrived)), version
+            self.weights = *self._model_of(list(received(arrived))), version
             self._requests.closed = True
+
+    def _model_of(self, tensors: list[tuple[str, Tensor]]) -> tuple[Any, Any]:
+        """(config, params) of the whole model, or of its text where the tensors are of that alone.
+
+        MismatchError where they are of neither.
+        """
+        if self.images is not None:
+            try:
+                return self.images.config, P.from_tensors(self.images.config, tensors)
+            except MismatchError as error:
+                try:
+                    return self.config, P.from_tensors(self.config, tensors)
+                except MismatchError:
+                    raise error from None
+        return self.config, P.from_tensors(self.config, tensors)
 
     def sleep(self) -> None:
         """Frees the weights, where the configuration says so: new ones come before the next request."""
@@ -237,7 +284,8 @@ class Replica(RolloutReplica):
             name=name, scheduling_strategy=here, max_concurrency=self.max_concurrency, num_cpus=0
         )
         folder = os.path.expanduser(self.model_config.path)
-        server = made.remote(folder, self.config, self.config.seed + self.replica_rank)
+        trusts = bool(getattr(self.model_config, "trust_remote_code", False))
+        server = made.remote(folder, self.config, self.config.seed + self.replica_rank, trusts)
         self.servers = [server]
         self._server_handle, self._server_address = server, name
 
