@@ -26,7 +26,7 @@ from train.parallel.whole_model import fetching
 ENTRY = "multi_modal_inputs"
 PIXELS, GRIDS = "pixel_values", "image_grid_thw"
 BESIDE = {"images_seqlens", "token_type_ids", "mm_token_type_ids", "num_crops"}  # follow from the others and the tokens
-KEPT = 256  # images that a rollout has at hand, for the answers to one prompt and the turns of one conversation
+KEPT = 64  # pictures that a rollout has at hand, for the answers to one prompt and the turns of one conversation
 PATCH_ROWS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose pixels come as rows of patches
 
 
