@@ -90,9 +90,7 @@ class Server:
         self.config = P.load_config(folder, part="text")
         self.images = PromptImages.of(Path(folder), trust_remote_code)
         self.stop_ids = end_ids(Path(folder))
-        self.weights: tuple[Any, Any, int | None] | None = (
-            None  # (config, params, version), the whole model's or text's
-        )
+        self.weights: tuple[Any, Any, int | None] | None = None  # config, params of that, version
         self._arriving: list[Bucket] = []
         self._requests = Arrivals()
         threading.Thread(target=self._serve_forever, daemon=True).start()
