@@ -3,8 +3,10 @@
 A field that is read but not used, or ignored although it changes the maths, gives other logits than the reference.
 """
 
+import contextlib
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import fnmodels
+from fnmodels import tree
 from fnmodels.models.common import context
 from tests.support.cases import Case, cases, collected, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
@@ -74,32 +77,79 @@ def _reference(values: dict[str, Any], tokens: torch.Tensor) -> tuple[torch.nn.M
     return (model, logits) if torch.isfinite(logits).all() else None
 
 
+def _compared(case: Case, values: dict[str, Any], tokens: torch.Tensor) -> bool:
+    """Whether both read the config.json. AssertionError: to other logits."""
+    config = fnmodels.family_of(case.config).Config.from_hf(values)
+    reference = _reference(values, tokens)
+    if reference is None:
+        return False
+    model, logits = reference
+    if getattr(config, "num_nextn_predict_layers", 0):  # MTP heads, which transformers' model does not have
+        config = dataclasses.replace(config, num_nextn_predict_layers=0)
+    params = params_of(model, config)
+    ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
+    assert_close(ours, logits, bound=BOUNDS.get(case.family, 2e-5))
+    return True
+
+
+def _together(case: Case, changes: list[tuple[str, dict[str, Any]]]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
+    """The changes that hide no other: those that our Config does not show, other factors, other sizes."""
+    family, groups = fnmodels.family_of(case.config), defaultdict[str, dict[str, dict[str, Any]]](dict)
+    sizes, seen = _sizes(case.config), set[str]()
+    for key, values in changes:
+        with contextlib.suppress(fnmodels.errors.CheckpointError):
+            config = family.Config.from_hf(values) if key not in seen else None
+            if config is None:
+                continue
+            seen.add(key)
+            value = values.get(key, 1.0)  # of a rope, whose numbers are factors
+            if config == case.config:
+                groups["not shown"][key] = values
+            elif isinstance(value, float):
+                groups["factors"][key] = values
+            elif type(value) is int and _sizes(config) != sizes:
+                groups["sizes"][key] = values
+    yield from (list(group.items()) for group in groups.values() if len(group) > 1)
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    return {path: leaf.shape for path, leaf in tree.flatten(fnmodels.family_of(config).spec(config)).items()}
+
+
+def _merged(values: dict[str, Any], changes: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The config.json with all of these changes."""
+    merged = dict(values)
+    ropes = [(key, other["rope_parameters"]) for key, other in changes if key.startswith("rope_parameters.")]
+    if ropes:
+        merged["rope_parameters"] = copy.deepcopy(ropes[0][1])
+    for key, other in ropes:
+        _, name, field = key.split(".")
+        (merged["rope_parameters"][name] if name else merged["rope_parameters"])[field] = (
+            other[name] if name else other
+        )[field]
+    return merged | {key: other[key] for key, other in changes if key in other}
+
+
 @pytest.mark.parametrize("case", WITH_REFERENCE, ids=str)
 def test_a_changed_field_is_followed_or_refused(case: Case) -> None:
-    read, tokens = fnmodels.family_of(case.config).Config.from_hf, tokens_of(case.config, 1, 24)
+    """Fields that hide no other are changed together first; where that fails, each by itself, to name it."""
+    tokens, changes = tokens_of(case.config, 1, 24), list(changed(case.values))
     followed, refused, always = set(), set(), collected("REFUSED").get(case.config.model_type, set())
-    for key, values in changed(case.values):
+    for group in _together(case, changes):
+        with contextlib.suppress(Exception):  # of either library, or a difference: found again below
+            if _compared(case, _merged(case.values, group), tokens):
+                followed |= {key for key, _ in group}
+    for key, values in changes:
         if key in followed:
             continue
         try:
-            config = read(values)
+            if _compared(case, values, tokens):
+                followed.add(key)
         except fnmodels.errors.CheckpointError:
             if key not in refused | always and _reference(values, tokens) is not None:
                 refused.add(key)
-            continue
-        reference = _reference(values, tokens)
-        if reference is None:
-            continue
-        model, logits = reference
-        if getattr(config, "num_nextn_predict_layers", 0):  # MTP heads, which transformers' model does not have
-            config = dataclasses.replace(config, num_nextn_predict_layers=0)
-        params = params_of(model, config)
-        ours = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
-        try:
-            assert_close(ours, logits, bound=BOUNDS.get(case.family, 2e-5))
         except AssertionError as error:
             raise AssertionError(f"{key}: {error}") from None
-        followed.add(key)
     assert len(followed) >= 8, followed
     wrongly = refused - followed
     assert not wrongly, (
