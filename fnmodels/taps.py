@@ -1,7 +1,8 @@
-"""`tap_names`: what can be read and edited in a model, with shapes, found by running its blocks on the meta device."""
+"""`tap_names`: what can be read and edited in a model, with shapes, found by running its blocks on zeros."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,6 +31,7 @@ from fnmodels.tree import map as map_tree
 ENDS = ("embed", "hidden")  # taps outside of layers, of `fnmodels.hidden`
 FINAL = ("final.norm", "final.norm.scale")  # those of `fnmodels.forward`, `prefill` and `decode`
 AROUND = ("input", "output")  # taps of a layer outside of its block
+_FEW = 1_000_000  # parameters that are zeros on the CPU, whose operations take a tenth of the meta device's time
 _SIZES = ((2, 3), (5, 7))  # of batch and sequence: a dimension that differs between them is one of these
 
 
@@ -126,28 +128,31 @@ class _Recorder(Context):
         return value
 
 
+@torch.no_grad()
 def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[dict[str, torch.Size], ...]:
     family: Any = family_of(config)
-    positions = torch.arange(tokens, device="meta").expand(batch, tokens)
+    few = sum(math.prod(leaf.shape) for leaf in flatten(family.spec(config)).values()) < _FEW
+    device = "cpu" if few else "meta"
+    positions = torch.arange(tokens, device=device).expand(batch, tokens)
     if traits_of(family).inputs == "patches":  # (row, column, rows, columns)
         positions = positions[..., None].expand(-1, -1, 4)
     given: dict[str, Any] = {"positions": positions}
     if traits_of(family).reads_ids:
-        given["token_ids"] = ids = torch.zeros(batch, tokens, dtype=torch.long, device="meta")
+        given["token_ids"] = ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
         given["preceding"] = ids[..., None].expand(batch, tokens, max(field_of(config, "ngram_size") - 1, 0))
     if (example := function_of(family, "example_inputs")) is not None:
         given = example(config, positions)
         positions = given["positions"]
-    ids = torch.ones(batch, tokens, dtype=torch.long, device="meta")
+    ids = torch.ones(batch, tokens, dtype=torch.long, device=device)
     masks = family.attention_masks(config, positions, ids)
     tables = family.freqs_cis(config, positions, length=tokens)
     options = ForwardOptions("math", context=_Recorder)
-    x = torch.empty(batch, tokens, config.hidden_size, device="meta")
+    x = torch.zeros(batch, tokens, config.hidden_size, device=device)
     width = field_of(config, "hidden_size_per_layer_input")
     common: dict[str, Any] = {}
     if (shared := function_of(family, "shared")) is not None:
         spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
-        weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), spec)
+        weights = map_tree(lambda leaf: torch.zeros(leaf.shape, device=device), spec)
         given |= {"memory": x, "memory_mask": next(iter(masks.values()))}
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
@@ -157,14 +162,14 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     for kind, layer in zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True):
         key = kind, tuple((path, leaf.shape) for path, leaf in flatten(layer).items())
         if key not in seen:
-            weights = map_tree(lambda leaf: torch.empty(leaf.shape, device="meta"), layer)
+            weights = map_tree(lambda leaf: torch.zeros(leaf.shape, device=device), layer)
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
-            more |= {"layer_input": torch.empty(batch, tokens, width, device="meta")} if width else {}
+            more |= {"layer_input": torch.zeros(batch, tokens, width, device=device)} if width else {}
             more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
             if LayerKind.parse(kind).joins:
                 left = function_of(family, "left_shape")(config, len(layer_shapes))
-                more["left"] = torch.empty(batch, tokens, *left, device="meta")
-            before = torch.empty(batch, tokens, *stream_shape(config, len(layer_shapes)), device="meta")
+                more["left"] = torch.zeros(batch, tokens, *left, device=device)
+            before = torch.zeros(batch, tokens, *stream_shape(config, len(layer_shapes)), device=device)
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
             _, aux = family.block(weights, before, masks[kind], tables[kind], **how, **more, **common)

@@ -128,7 +128,7 @@ def causal(case: Case) -> bool:
 
 @functools.cache
 def tap_names(config: Any) -> dict[str, str]:
-    """`fnmodels.tap_names`, which runs every kind of layer on the meta device."""
+    """`fnmodels.tap_names`, which runs every kind of layer."""
     return fnmodels.tap_names(config)
 
 
