@@ -16,17 +16,17 @@ from tests.support.cases import (
     Case,
     attention_of,
     batch_of,
-    cases,
     forward,
     generic_params,
     gradients,
     is_routed,
     layer_structures,
     off,
+    parts,
     representatives,
     richest,
     segments,
-    structures,
+    short,
     subject_of,
     summed_loss,
     tokens_of,
@@ -35,7 +35,10 @@ from tests.support.cases import (
 )
 
 every_structure_and_kernel = with_kernels(layer_structures())
-every_family_and_kernel = with_kernels(richest())
+every_block_and_kernel = with_kernels(tuple(map(short, richest())))
+every_representative_and_kernel = with_kernels(representatives())
+# Every model type too: the table of docs/models.md says for each whether packing holds.
+_TYPES = (*layer_structures(), *map(short, richest(lambda case: case.config.model_type)))
 
 
 @with_kernels(layer_structures(), ("math", "sdpa"))  # "auto" below
@@ -44,7 +47,7 @@ def test_packed_equals_separate(case: Case, kernel: str) -> None:
     testing.check_packing(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
-@every_structure_and_kernel
+@every_representative_and_kernel
 def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
     """P1 for rows that begin in the middle of a document; columns of a batch hold no complete windows of their own."""
     masks = batch_of(case.config, segments((4,))).prepared()[1]
@@ -55,12 +58,12 @@ def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
     testing.check_packing_of_a_cut_document(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
-@pytest.mark.parametrize("case", richest(attention_of), ids=str)
+@pytest.mark.parametrize("case", [short(case) for case in richest(attention_of)], ids=str)
 def test_packed_equals_separate_in_single_precision(case: Case) -> None:
     testing.check_packing(subject_of(case, "auto"))
 
 
-@with_kernels(cases())
+@with_kernels(tuple({str(case): case for case in _TYPES}.values()))
 def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None:
     weights, row = generic_params(case.config), batch_of(case.config, segments((-2, 4, -1, 3, -2)))
     other = torch.where(row.valid, row.tokens, (row.tokens + 7) % case.config.vocab_size)
@@ -70,7 +73,7 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
     assert torch.equal(before[row.valid], after[row.valid])
 
 
-@every_family_and_kernel
+@every_block_and_kernel
 def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) -> None:
     """M1 for every family: as an embedding, or as the row of a pad token unless tied; and it gets no gradient."""
     family, config = fnmodels.family_of(case.config), case.config
@@ -111,7 +114,7 @@ def _embedding_gradient(batch: Batch, labels: Tensor, kernel: str) -> tuple[Tens
     return loss, got["x"], got["weights"]
 
 
-@with_kernels(structures())
+@every_structure_and_kernel
 def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     """P4: finite everywhere, and no gradient from or to padding."""
     mixed = batch_of(case.config, segments((-6,), (1, -5), (6,), (-5, 1), (1, 1, 1, 1, 1, 1), (-2, 3, -1)))
@@ -123,7 +126,7 @@ def test_rows_of_padding_and_of_one_token(case: Case, kernel: str) -> None:
     assert to_embedding[2, :5].any(-1).all()
 
 
-@with_kernels(representatives())
+@with_kernels(representatives(), in_turn=True)
 def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
     """P4: zero loss and zero gradient, with all rows padding or all documents of one token."""
     for segment_ids in (segments((-4,), (-4,)), segments((1, 1, 1, 1)), segments((1,), (1,)), segments((-1,))):
@@ -133,7 +136,7 @@ def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
         assert not any(gradient.any() for gradient in tree.leaves(to_weights))
 
 
-@every_structure_and_kernel
+@with_kernels(parts(), in_turn=True)
 def test_empty_batches(case: Case, kernel: str) -> None:
     """P4: no rows, or rows of length 0."""
     for shape in ((2, 0), (0, 5), (0, 0)):
@@ -144,7 +147,7 @@ def test_empty_batches(case: Case, kernel: str) -> None:
         assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
 
 
-@every_structure_and_kernel
+@with_kernels(representatives(), in_turn=True)
 def test_uneven_parts_sum_to_the_whole(case: Case, kernel: str) -> None:
     """P5: summed gradients of microbatches with 10, 1 and 0 labels equal the gradient of the sum over all."""
     batch = batch_of(case.config, segments((11,), (2, 1, -8), (1, -10)))

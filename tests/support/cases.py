@@ -527,12 +527,13 @@ def _is_expressed(case: Case, kernel: str) -> bool:
     return True
 
 
-def with_kernels(cases: tuple[Case, ...], kernels: tuple[str, ...] = KERNELS) -> Any:
+def with_kernels(cases: tuple[Case, ...], kernels: tuple[str, ...] = KERNELS, *, in_turn: bool = False) -> Any:
     """The mark which runs a test with all kernels on the first case of each `attention_of`, with one in turn on others.
 
-    A kernel is given nothing else of a model.
+    A kernel is given nothing else of a model. in_turn: one on the first cases too, where each kernel meets each form of
+    attention in another test.
     """
-    pairs, seen = [], set()
+    pairs, seen = [], set(map(attention_of, cases)) if in_turn else set()
     for index, case in enumerate(cases):
         able = [kernel for kernel in kernels if supports(case, kernel)]
         pairs += [(case, kernel) for kernel in (able[index % len(able) :][:1] if attention_of(case) in seen else able)]
