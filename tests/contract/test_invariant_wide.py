@@ -30,8 +30,8 @@ from tests.contract.test_invariant import (
     ROWS,
     alone,
     assert_bits,
-    gradients,
     logprobs,
+    logprobs_and_gradients,
     sampled,
 )
 from tests.support.cases import generic_params, variants_of
@@ -133,23 +133,24 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_forward(config: Any, params: Any, repeats: int = 1, chunks: tuple[tuple[int, ...], ...] = FEW) -> None:
-    """Rows in another order, and steps of a sampler, with two threads have the bits of each document with one."""
+def check(config: Any, params: Any, repeats: int = 1, chunks: tuple[tuple[int, ...], ...] = FEW) -> None:
+    """Rows in another order, and steps of a sampler, with two threads have the bits of each document with one.
+
+    So have the gradients of a document's embedded tokens.
+    """
     with threads(1):
-        wanted = alone(config, params)
-        rows = logprobs(config, params, FOUR_ROWS * repeats)
-        assert_bits(rows, {n: logp.repeat(repeats) for n, logp in wanted.items()}, f"{4 * repeats} rows")
+        wanted, grads = {}, {}
+        for rows in EACH:
+            logp, grad = logprobs_and_gradients(config, params, rows)
+            wanted, grads = wanted | logp, grads | grad
+        found = logprobs(config, params, FOUR_ROWS * repeats)
+        assert_bits(found, {n: logp.repeat(repeats) for n, logp in wanted.items()}, f"{4 * repeats} rows")
         assert_bits(sampled(config, params, chunks[0], rings=True, rows=1), wanted, "one row, sampled")
     with threads(2):
-        assert_bits(logprobs(config, params, ROWS["other order"]), wanted, "two threads")
+        logp, grad = logprobs_and_gradients(config, params, ROWS["other order"])
+        assert_bits(logp, wanted, "two threads")
+        assert_bits(grad, grads, "gradients, two threads")
         assert_bits(sampled(config, params, chunks[1], rings=False, rows=2), wanted, "two threads, two rows, sampled")
-
-
-def check_backward(config: Any, params: Any) -> None:
-    with threads(1):
-        wanted = {n: grad for rows in EACH for n, grad in gradients(config, params, rows).items()}
-    with threads(2):
-        assert_bits(gradients(config, params, ROWS["other order"]), wanted, "gradients, two threads")
 
 
 def _pairs() -> Iterator[Any]:
@@ -167,10 +168,9 @@ def test_a_document_has_its_bits(structure: str, dtype: str) -> None:
     config = config_of(structure)
     params = params_of(config, DTYPES[dtype])
     if structure == next(iter(MODELS)):
-        check_forward(config, params, 2, (OVER_THE_END_OF_A_TILE, CHUNKS))
+        check(config, params, 2, (OVER_THE_END_OF_A_TILE, CHUNKS))
     else:
-        check_forward(config, params)
-    check_backward(config, params)
+        check(config, params)
 
 
 @pytest.mark.slow
@@ -180,8 +180,7 @@ def test_adapters_have_their_bits(dtype: str, dora: bool) -> None:
     targets = ("q_proj", "o_proj", "gate_proj", "down_proj")
     added = P.lora.add(config, params_of(config, DTYPES[dtype]), rank=8, targets=targets, seed=0, dora=dora)
     params = tree.map(lambda leaf: leaf + 0.01, added)
-    check_forward(config, params)
-    check_backward(config, params)
+    check(config, params)
 
 
 def test_packed_weights_have_the_bits_of_plain_ones() -> None:
