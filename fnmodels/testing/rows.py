@@ -96,7 +96,7 @@ def check_per_sample_gradients(subject: Subject) -> None:
 
     both = torch.func.grad_and_value(loss)
     grads, losses = torch.func.vmap(both, in_dims=(None, 0, 0))(subject.params, batch, weights)
-    valid = (segment_ids > 0)[..., None]
+    mapped, valid = tree.flatten(grads), (segment_ids > 0)[..., None]
     squares = subject.forward(subject.params, whole).masked_fill(~valid, 0).square().mean(-1).sum(-1)
     assert_close(losses, squares, subject.tolerance, "vmap over the rows differs from the forward of the batch")
     for index in range(len(positions)):
@@ -105,4 +105,4 @@ def check_per_sample_gradients(subject: Subject) -> None:
         assert_close(losses[index], value, subject.tolerance, "vmap differs from a loop over the rows")
         for path, gradient in tree.flatten(want).items():
             message = f"vmap(grad) differs from a loop over the rows in the gradient of {path!r}"
-            assert_close(tree.flatten(grads)[path][index], gradient, 10 * subject.tolerance, message)
+            assert_close(mapped[path][index], gradient, 10 * subject.tolerance, message)

@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 PARTS = tuple(case for case in representatives() if causal(case))
 every_part = pytest.mark.parametrize("case", PARTS, ids=str)
-ROWS = segments((14,), (8, -6))
+ROWS = segments((12,), (8, -4))
 SCALED = tuple(
     case
     for case in cases()
@@ -90,7 +90,7 @@ def quantizable(case: Case) -> bool:
     return any(name in entry for entry in layers for name in QUANTIZABLE)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, *map(short, SCALED)], ids=str)
+@pytest.mark.parametrize("case", [*PARTS, *map(short, SCALED)], ids=str)
 def test_a_step_reads_and_copies_nothing_on_the_host(case: Case) -> None:
     """On the meta device, in the second run: the first makes the constants."""
     config, made = case.config, Constants()
@@ -157,7 +157,7 @@ def test_constants_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
             test_a_step_reads_and_copies_nothing_on_the_host(SCALED[0])
 
 
-@every_part
+@pytest.mark.parametrize("case", PARTS[::2], ids=str)
 def test_without_the_host_the_result_is_the_same(case: Case) -> None:
     batch, params = batch_of(case.config, ROWS), generic_params(case.config)
     one, other = (prompted(case, params, batch, torch.float32, "cpu") for _ in range(2))
@@ -189,7 +189,7 @@ def compare(case: Case, dtype: torch.dtype, experts: str, **form: Any) -> None:
     params = moved(tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, generic_params(case.config)))
     step = fnmodels.cache.captured_step(case.config, experts=experts)
     one, other = (prompted(case, params, batch, dtype, **form) for _ in range(2))
-    for t in range(6, 14):
+    for t in range(6, 12):
         tokens, ids = batch.tokens[:, t : t + 1].to(DEVICE), batch.segment_ids[:, t : t + 1].to(DEVICE)
         made = fnmodels.prepare_step(case.config, tokens, other, segment_ids=ids)
         wanted, other = fnmodels.decode_(params, *made, other, config=case.config, experts=experts)
@@ -214,7 +214,7 @@ def test_every_family_in_bf16(case: Case) -> None:
     compare(case, torch.bfloat16, "dense")
 
 
-@pytest.mark.parametrize("case", [case for case in PARTS if quantizable(case)], ids=str)
+@pytest.mark.parametrize("case", [case for case in PARTS if quantizable(case)][::3], ids=str)
 def test_int8_caches(case: Case, graphs: None) -> None:
     compare(case, torch.float32, "dense", kv_dtype=torch.int8)
 

@@ -11,7 +11,18 @@ from fnmodels import tree
 from fnmodels.apply import layer_inputs_of
 from fnmodels.models.common.carried import borrowed, joins, takes_choice
 from fnmodels.models.common.family import LayerKind, parsed
-from tests.support.cases import Case, batch_of, cases, generic_params, gradients, segments, shared_of, trainable
+from tests.support.cases import (
+    Case,
+    batch_of,
+    cases,
+    generic_params,
+    gradients,
+    richest,
+    segments,
+    shared_of,
+    structures,
+    trainable,
+)
 
 MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
 
@@ -26,7 +37,8 @@ def is_carried(kind: str) -> bool:
 
 
 CARRYING = [c for c in cases() if any(map(is_carried, kinds_of(c)))]
-every_case = pytest.mark.parametrize("case", CARRYING, ids=str)
+STRUCTURES = {c.name: c for c in (*structures(), *richest(lambda c: c.config.model_type)) if c in CARRYING}.values()
+every_case = pytest.mark.parametrize("case", list(STRUCTURES), ids=str)
 
 
 def parts(case: Case, params: Any, bounds: tuple[int, ...]) -> tuple[torch.Tensor, list[Any]]:
@@ -65,7 +77,7 @@ def test_there_are_cases() -> None:
 
 @every_case
 def test_a_stack_in_parts_is_the_whole_stack(case: Case) -> None:
-    """Its bits and its gradients, cut anywhere; nothing is carried but what a later layer reads."""
+    """Its bits, cut anywhere, and its gradients, cut everywhere; nothing is carried but what a later layer reads."""
     leaves, layers = trainable(generic_params(case.config)), len(kinds_of(case))
     prepared = batch_of(case.config, MIXED).prepared()
     want = fnmodels.hidden(leaves, *prepared, config=case.config, kernel="math")
@@ -77,8 +89,8 @@ def test_a_stack_in_parts_is_the_whole_stack(case: Case) -> None:
             assert ("chosen" in left) == takes_choice(kinds_of(case), border)
             assert [*left.get("kv", {})] == borrowed(kinds_of(case), border)
             assert ("left" in left) == joins(kinds_of(case), border)
-        found = tree.flatten(gradients(x.square().sum(), leaves))
-        assert all(torch.allclose(found[path], grad, rtol=1e-4, atol=1e-6) for path, grad in wanted.items())
+    found = tree.flatten(gradients(x.square().sum(), leaves))  # of all parts
+    assert all(torch.allclose(found[path], grad, rtol=1e-4, atol=1e-6) for path, grad in wanted.items())
 
 
 @every_case

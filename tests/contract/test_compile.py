@@ -17,6 +17,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fnmodels
+from fnmodels import tree
 from tests.support.cases import (
     Batch,
     Case,
@@ -27,7 +28,7 @@ from tests.support.cases import (
     forward,
     generic_params,
     gradients,
-    is_ordered,
+    layer_structures,
     off,
     richest,
     segments,
@@ -38,13 +39,10 @@ from tests.support.cases import (
 )
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
-# One stands for all with recurrent mixers, which have one mask: each block is captured by the test of the block. Masks,
-# tables and heads of cohere2 and glm4 are those of others.
-GRAPHS = tuple(
-    case
-    for case in covering()
-    if (not is_ordered(case) or case.name == "falcon_h1") and case.name not in ("cohere2", "glm4")
-)
+# Those with masks, tables or tensors between layers of their own, since the test of the block captures each block.
+WHOLE = ("camembert", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text_e", "glm_moe_dsa", "gpt_neo", "gpt_oss")
+WHOLE = (*WHOLE, "hrm_text_deep", "llama4_text")
+GRAPHS = tuple(case for case in covering() if case.name in WHOLE)
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
 
@@ -106,8 +104,34 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-# Without Inkling 2, whose layers read a state more after every block, so that a kind has a graph for each such number.
-@pytest.mark.parametrize("case", [case for case in covering_blocks() if case.family != "inkling2"], ids=str)
+# Layers of Inkling 2 read a state more after every block, so that a kind has a graph for each such number.
+@pytest.mark.parametrize("case", [case for case in layer_structures() if case.family != "inkling2"], ids=str)
+def test_layers_of_a_kind_are_called_alike(case: Case) -> None:
+    """F10: what a compiled block guards is the same for all layers of a kind: trees, shapes, dtypes, other values."""
+    config, seen = shortest(case.config, 2), dict[str, dict[str, Any]]()
+
+    def watched(block: Any) -> Any:
+        def run(*given: Any, **options: Any) -> Any:
+            leaves = tree.flatten({"given": list(given), "options": options})
+            guarded = {path: guard(leaf) for path, leaf in leaves.items()}
+            assert seen.setdefault(block.keywords["kind"], guarded) == guarded
+            return block(*given, **options)
+
+        return run
+
+    batch_of(config, MIXED).forward(generic_params(config), layer_fn=watched)
+    assert seen.keys() == set(fnmodels.family_of(config).kinds(config))
+
+
+def guard(leaf: Any) -> Any:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+
+
+# The cases of the first test are captured there with all of their blocks; Inkling 2: see above.
+BLOCKS = [case for case in covering_blocks() if case not in GRAPHS and case.family != "inkling2"]
+
+
+@pytest.mark.parametrize("case", BLOCKS, ids=str)
 def test_one_compilation_of_the_block_for_all_layers_of_a_kind(case: Case) -> None:
     """F10: each kind once, forward and backward, because a block receives its own layer's subtree and no index.
 

@@ -42,7 +42,7 @@ def check(case: Case, create: Any, *kernels: str) -> None:
         assert off(got[batch.valid], wanted) < 1e-5, kernel
 
 
-@with_kernels(attending(representatives()))
+@with_kernels(attending(representatives()), in_turn=True)
 def test_create_block_mask(case: Case, kernel: str) -> None:
     check(case, create_block_mask, kernel)
 

@@ -15,17 +15,18 @@ from tests.support.cases import (
     Case,
     batch_of,
     generic_params,
+    layer_structures,
     off,
     representatives,
     segments,
-    structures,
     tokens_of,
 )
 from train import cross_entropy, next_token_loss
 from train.optim.adamw import sgd
 
-every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_part = pytest.mark.parametrize("case", representatives(), ids=str)
+every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
+# The step adds up gradients of any model alike: test_packing.py sums those of parts in every structure.
+some_parts = pytest.mark.parametrize("case", representatives()[::4], ids=str)
 LENGTHS = (5, 1, 4)
 
 
@@ -93,7 +94,7 @@ def uneven(case: Case) -> dict[str, torch.Tensor]:
     return named | {"labels": batch.labels}
 
 
-@every_part
+@some_parts
 def test_any_split_is_the_step_of_one_batch(case: Case) -> None:
     """P5: microbatches with 10 and 1 labels, and microbatches without any."""
     gradient, wanted = one_step(case, uneven(case), 1)
@@ -105,7 +106,7 @@ def test_any_split_is_the_step_of_one_batch(case: Case) -> None:
             assert off(metrics[name], wanted[name]) < 1e-10, name
 
 
-@every_part
+@some_parts
 def test_a_step_on_nothing(case: Case) -> None:
     """P5: no label in any microbatch: loss 0, gradient exactly 0, no NaN."""
     batch = uneven(case)

@@ -28,6 +28,7 @@ from fnmodels.inputs.rules import Causal, Window
 from fnmodels.ops.attention import sdpa
 from fnmodels.ops.mlp import gated_mlp
 from fnmodels.ops.rotary import Rope, Rotation, frequencies, rotary_table, table_of
+from fnmodels.stack.loop import LayerSideInputs
 from tests.contract import (
     test_build,
     test_checkpoint,
@@ -747,6 +748,17 @@ def a_block_that_counts_its_calls(patch: pytest.MonkeyPatch) -> None:
         return block(layer, x + 1e-9 * calls[0], *rest, **options)
 
     _around_block(change)(patch)
+
+
+@bug("F10", "mixtral", test_compile.test_layers_of_a_kind_are_called_alike)
+def another_layout_of_memory_in_every_other_layer(patch: pytest.MonkeyPatch) -> None:
+    right = LayerSideInputs.tensors
+
+    def turned(self: Any, layer: Any) -> dict[str, Any]:
+        found = right(self, layer)
+        return found | ({"valid": found["valid"].mT.contiguous().mT} if layer.index % 2 else {})
+
+    patch.setattr(LayerSideInputs, "tensors", turned)
 
 
 # --------------------------------------------------------------------------- checkpoints, numerics, global state

@@ -147,7 +147,7 @@ def test_empty_batches(case: Case, kernel: str) -> None:
         assert fnmodels.prepare(case.config, tokens)[0]["positions"].shape == shape
 
 
-@with_kernels(representatives(), in_turn=True)
+@with_kernels(layer_structures(), in_turn=True)
 def test_uneven_parts_sum_to_the_whole(case: Case, kernel: str) -> None:
     """P5: summed gradients of microbatches with 10, 1 and 0 labels equal the gradient of the sum over all."""
     batch = batch_of(case.config, segments((11,), (2, 1, -8), (1, -10)))

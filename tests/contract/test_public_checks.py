@@ -5,17 +5,25 @@ from collections.abc import Callable
 import pytest
 
 from fnmodels import testing
-from tests.support.cases import Case, cases, layer_structures, parts, representatives, subject_of, with_kernels
+from tests.support.cases import (
+    Case,
+    block_of,
+    cases,
+    layer_structures,
+    parts,
+    representatives,
+    richest,
+    short,
+    subject_of,
+    with_kernels,
+)
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
-CHECKS = (  # of masks and positions, which each family makes
-    testing.check_padding,  # B6
-    testing.check_causality,  # B10
-)
 SLOW_CHECKS = (
     testing.check_threads,  # B9
     testing.check_microbatches,  # B3; for every structure in test_kernels.py, row by row
     testing.check_empty_rows,  # P4; for every structure in test_packing.py
+    testing.check_causality,  # B10; for every structure in test_inputs.py, by gradients
 )  # each runs the model many times
 CHECKS_OF_PARTS = (  # of operations
     testing.check_inputs_unchanged,  # B9
@@ -24,24 +32,30 @@ CHECKS_OF_PARTS = (  # of operations
 
 
 @with_kernels(layer_structures())
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
-    check(subject_of(case, kernel))
+def test_padding(case: Case, kernel: str) -> None:
+    """B6: of masks and positions, which each family makes."""
+    testing.check_padding(subject_of(case, kernel))
 
 
-@with_kernels(parts())
+@with_kernels(parts(), in_turn=True)
 @pytest.mark.parametrize("check", CHECKS_OF_PARTS, ids=lambda check: check.__name__)
 def test_check_of_parts(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
-@with_kernels(representatives())
+@with_kernels(representatives(), in_turn=True)
 @pytest.mark.parametrize("check", SLOW_CHECKS, ids=lambda check: check.__name__)
 def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
 
 
-@with_kernels(cases())
+def scaling_of(case: Case) -> str:
+    """The block, and the kinds of its ropes: what a result could depend on beside the length that is asked for."""
+    ropes = (getattr(case.config, name, None) for name in ("rope", "local_rope"))
+    return f"{block_of(case)} {[getattr(rope, 'kind', None) for rope in ropes]}"
+
+
+@with_kernels(tuple(map(short, richest(scaling_of))))
 def test_history_independence(case: Case, kernel: str) -> None:
     """B4: with lengths on both sides of each rope scaling's threshold."""
     testing.check_history_independence(subject_of(case, kernel, length=None))
@@ -57,9 +71,10 @@ def test_every_public_check_is_run() -> None:
     """Packing is checked in test_packing.py, vmap(grad) in test_transforms.py, the others here."""
     others = {
         testing.check_history_independence,
+        testing.check_padding,
         testing.check_rotary_tables,
         testing.check_packing,
         testing.check_packing_of_a_cut_document,
         testing.check_per_sample_gradients,
     }
-    assert {*CHECKS, *CHECKS_OF_PARTS, *SLOW_CHECKS} | others == set(testing.CHECKS)
+    assert {*CHECKS_OF_PARTS, *SLOW_CHECKS} | others == set(testing.CHECKS)

@@ -84,6 +84,7 @@ def collected(name: str) -> dict[str, Any]:
     return {key: value for family in family_modules() for key, value in getattr(variants_of(family), name, {}).items()}
 
 
+@functools.cache
 def published_of(family: str) -> dict[str, Any]:
     """{name: Config} of the family's largest published members."""
     read = getattr(fnmodels, family).Config.from_hf
