@@ -34,7 +34,7 @@ def check_packing(subject: Subject) -> None:
     alike = {size: [i for i, other in enumerate(sizes) if other == size] for size in sizes}
 
     def separate(params: Tree) -> Tensor:
-        found = {}
+        found = dict[int, Tensor]()
         for numbers in alike.values():
             rows = torch.cat([documents[i] for i in numbers])
             found |= zip(numbers, subject.forward(params, subject.prepare(rows, *full_documents(rows))), strict=True)

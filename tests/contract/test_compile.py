@@ -40,8 +40,8 @@ from tests.support.cases import (
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
 # Those with masks, tables or tensors between layers of their own, since the test of the block captures each block.
-WHOLE = ("camembert", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text_e", "glm_moe_dsa", "gpt_neo", "gpt_oss")
-WHOLE = (*WHOLE, "hrm_text_deep", "llama4_text")
+WHOLE = {"camembert", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text_e", "glm_moe_dsa", "gpt_neo", "gpt_oss"}
+WHOLE |= {"hrm_text_deep", "llama4_text"}
 GRAPHS = tuple(case for case in covering() if case.name in WHOLE)
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))

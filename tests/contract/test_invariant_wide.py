@@ -139,7 +139,7 @@ def check(config: Any, params: Any, repeats: int = 1, chunks: tuple[tuple[int, .
     So have the gradients of a document's embedded tokens.
     """
     with threads(1):
-        wanted, grads = {}, {}
+        wanted, grads = dict[int, Tensor](), dict[int, Tensor]()
         for rows in EACH:
             logp, grad = logprobs_and_gradients(config, params, rows)
             wanted, grads = wanted | logp, grads | grad
