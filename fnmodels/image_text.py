@@ -67,6 +67,8 @@ def check_reads_images(config: Any) -> None:
 def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
     """(1, rows, columns) of the features of an image [C, H, W]; one row of a model whose queries read it.
 
+    A column of newlines counts, of a family that has one.
+
     ValueError for sizes without whole cells.
 
     Those of a `TiledImage` are one row: newlines are among them. So are those of a sound, [bins, frames], for a family
@@ -85,6 +87,8 @@ def image_grid(image: Image, *, config: Any) -> tuple[int, int, int]:
             _expect_image(tile, family, config)
         return 1, 1, family.feature_count(len(image.tiles), image.size, config=config)
     grid = _expect_image(image, family, config)
+    if hasattr(family, "feature_grid"):  # newlines among them
+        return 1, *family.feature_grid(*grid[1:])
     if not hasattr(family, "queries"):
         return grid
     side = config.vision.image_size

@@ -24,7 +24,7 @@ from .attention.choice import Choice, named_once
 from .invariant.attention import dot_products
 from .invariant.rows import pairwise_sum, rows_are_invariant
 from .linear import linear
-from .mla import Rotate
+from .mla import LATENT_EPS, Rotate
 from .norm import layer_norm
 
 _MOST = 1 << 24  # scores of all heads that are in memory at once
@@ -35,13 +35,15 @@ class Indexer:
     """Settings of an indexer.
 
     count: keys of a query. rotate: the rotary layout, of the first dimensions or of the last. norm_eps: of the keys'
-    LayerNorm, in most models whatever eps the config sets for the others.
+    LayerNorm, in most models whatever eps the config sets for the others. latent_eps: of the norm of the latent that
+    queries are projected from, which attention has too.
     scaled: a function of queries [B, Q, heads, d] and the indexer's weights, applied before they are rotated.
     """
 
     count: int
     rotate: Rotate
     norm_eps: float = 1e-6
+    latent_eps: float = LATENT_EPS
     scaled: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
 
 

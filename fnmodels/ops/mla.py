@@ -28,7 +28,7 @@ class Widths(NamedTuple):
     """Widths of a head: P and R of queries and keys, Hv of values.
 
     latent_factor: multiplies the normalized latent of keys and values (LongCat-Flash, arXiv 2509.01322, section 2.1.2).
-    eps: of the norm of that latent.
+    eps, query_eps: of the norms of that latent and of the queries'.
     """
 
     nope: int
@@ -36,14 +36,15 @@ class Widths(NamedTuple):
     value: int
     latent_factor: float = 1.0
     eps: float = LATENT_EPS
+    query_eps: float = LATENT_EPS
 
 
-def query_latent(weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+def query_latent(weights: Mapping[str, Tensor], x: Tensor, eps: float = LATENT_EPS) -> Tensor:
     """The normalized latent [B, S, rank] that queries of x [B, S, D] are projected from; x where they have none."""
     if "q_a_proj" not in weights:
         return x
     latent = linear(x, weights["q_a_proj"], weights.get("q_a_bias"))
-    return rms_norm(latent, weights["q_a_layernorm"], eps=LATENT_EPS)
+    return rms_norm(latent, weights["q_a_layernorm"], eps=eps)
 
 
 def latent_queries(
@@ -54,7 +55,7 @@ def latent_queries(
     freqs: table [B, S, R/2, 2]. rotate: `apply_rotary` or `apply_rotary_interleaved`. Biases q_a_bias and kv_a_bias of
     `weights` are optional.
     """
-    q = linear(query_latent(weights, x), weights["q_b_proj" if "q_a_proj" in weights else "q_proj"])
+    q = linear(query_latent(weights, x, widths.query_eps), weights["q_b_proj" if "q_a_proj" in weights else "q_proj"])
     return rotated_queries(split_heads(q, widths.nope + widths.rope), freqs, widths=widths, rotate=rotate)
 
 

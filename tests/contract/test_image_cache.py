@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fnmodels
 from fnmodels import tree
 from fnmodels.cache import captured
+from fnmodels.models.common.family import parsed
 from fnmodels.ops.slots import SLOTTED
 from tests.contract import test_compiled_step
 from tests.support.cases import off
@@ -173,14 +174,15 @@ def test_vectors_replace_the_inputs_of_a_step(case: ImageCase) -> None:
     prepared = fnmodels.prepare_step(case.config, part.tokens, cache, places=part.places, grids=part.grids)
     (inputs, *rest), edits = part.arguments(params, prepared)
     own = {name: inputs[name] for name in ("tokens", "valid")}  # experts ask what is padding
-    vectors = own if case.name.endswith("moe") else inputs["tokens"]
+    routed = any(kind.routed for kind in parsed(text.layer_kinds))
+    vectors = own if routed else inputs["tokens"]
     found, cache = fnmodels.decode(params["text"], vectors, *rest, cache, config=text, kernel="math", **edits)
     assert off(found, wanted[:, :6]) < 1e-12
     for i in (6, 7):
         token = batch.tokens[:, i : i + 1]
         inputs, *rest = fnmodels.prepare_step(text, token, cache)
         assert inputs["positions"].tolist() == [[[i] + [i - 3] * 3]]
-        given = {"tokens": token, "valid": inputs["valid"]} if i == 6 or case.name.endswith("moe") else token
+        given = {"tokens": token, "valid": inputs["valid"]} if i == 6 or routed else token
         found, cache = fnmodels.decode(params["text"], given, *rest, cache, config=text, kernel="math")
         assert off(found[:, 0], wanted[:, i]) < 1e-12
 

@@ -12,7 +12,7 @@ from tests.params.checkpoint.test_wrapped_text import NOT_MADE, WRAPPERS
 # {mapping of transformers: the least number of its types that are read}
 BOUNDS = {
     "CAUSAL_LM": 148,
-    "IMAGE_TEXT_TO_TEXT": 46,
+    "IMAGE_TEXT_TO_TEXT": 47,
     "MASKED_LM": 24,
     "SEQ_TO_SEQ_CAUSAL_LM": 19,
     "SPEECH_SEQ_2_SEQ": 6,

@@ -24,6 +24,7 @@ from tests.support.oracle import assert_close
 
 HEADS, LENGTH = 2, 20
 ELSEWHERE = ("kimi_k2", "minimax_m3_wrapped")  # of deepseek_v3 and minimax_m3 in transformers, under other names
+ELSEWHERE += ("hy_v4", "hy_v4_vl_text")  # whose block is no layer of the model: tests/fnmodels/models/test_hy_v4.py
 FAMILIES = ("deepseek_v3", "deepseek_v3_no_latent", "deepseek_v3_biases", "glm4_moe", "glm4_moe_qk_norm", "mellum")
 
 

@@ -24,6 +24,7 @@ from fnmodels.models.vision_language import (
     gemma4,
     glm4v,
     glm5_next,
+    hy_v4_vl,
     kimi_k25,
     llama4,
     llava,
@@ -45,6 +46,7 @@ from tests.fnmodels.models import (
     test_gemma4,
     test_glm4v,
     test_glm5_next,
+    test_hy_v4_vl,
     test_kimi_k25,
     test_llama4,
     test_llava,
@@ -244,6 +246,7 @@ READERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "exaone4_5": (exaone4_5, test_exaone4_5.VALUES),
     "glm4v": (glm4v, test_glm4v.VARIANTS["glm_ocr"]),
     "glm5_next_images": (glm5_next, test_glm5_next.VARIANTS["glm5_next"] | {"text_config": _GLM5_NEXT}),
+    "hy_v4_vl": (hy_v4_vl, test_hy_v4_vl.VARIANTS["hy_v4_vl"]),
     "internvl": (pixel_shuffle, test_pixel_shuffle.VARIANTS["internvl"]),
     "kimi_k25": (kimi_k25, test_kimi_k25.VALUES),
     "muse_glimmer": (muse_glimmer, test_muse_glimmer.VALUES),
@@ -269,7 +272,7 @@ def reader_setting(name: str) -> Setting:
         if hasattr(family, "arranged"):
             one = other = (1, config.vision.side**2 + 1)
         documents = [[2, one, 3], [4, other, 1]] if one == (1, 4) else [[1, one, 2], [5, other]]
-        texts, images = wrappers.documents_with_grids(documents, config.image_token, side)
+        texts, images = wrappers.documents_with_grids(documents, config.image_token, side, family=family)
         tokens, own = wrappers.rows_of((texts,), 30)
         tokens = tokens + len(made) * (tokens < 40)  # else both rows have the same words
         flat = [image for several in images for image in several]
@@ -283,7 +286,7 @@ def reader_setting(name: str) -> Setting:
         )
         positions = fnmodels.positions_from_segments(own)
         if hasattr(family, "image_positions"):
-            grids = torch.tensor([(1, *grid) for grid in (one, other)])
+            grids = torch.tensor([(1, *wrappers.feature_grid(family, grid)) for grid in (one, other)])
             positions = family.image_positions(tokens == config.image_token, own, grids)
         batch = {"tokens": tokens, "positions": positions, "segment_ids": own}
         batch["labels"] = tokens.roll(-1, 1).where(own > 0, -100)

@@ -1,6 +1,7 @@
 """What tests of vision-language models share: references, gradients by our paths, files both ways, documents."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,18 @@ def rows_of(texts: Sequence[Sequence[Tensor]], length: int) -> tuple[Tensor, Ten
     return tokens, segment_ids
 
 
+def feature_grid(family: Any, cells: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of the features of an image of this many cells: those, or with a column of newlines."""
+    rows, columns = cells
+    return family.feature_grid(rows, columns) if hasattr(family, "feature_grid") else (rows, columns)
+
+
 def documents_with_grids(
-    documents: Sequence[Sequence[Any]], image_token: int, side: int
+    documents: Sequence[Sequence[Any]], image_token: int, side: int, *, family: Any = None
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """(tokens of each document, its images [3, H, W]): text of n tokens, and images of (rows, columns) cells.
 
-    side: of a cell, in pixels. The ids of text are below 57.
+    side: of a cell, in pixels. The ids of text are below 57. family: of `feature_grid`.
     """
     generator = torch.Generator().manual_seed(0)
     texts, images = [], []
@@ -137,7 +144,7 @@ def documents_with_grids(
         runs = [
             torch.randint(1, 57, (one,), generator=generator)
             if isinstance(one, int)
-            else torch.full((one[0] * one[1],), image_token)
+            else torch.full((math.prod(feature_grid(family, one)),), image_token)
             for one in document
         ]
         texts.append(torch.cat(runs))
@@ -179,7 +186,7 @@ def qwen_logits(
 
     text_order: a planted bug, positions of text at all tokens.
     """
-    texts, images = documents_with_grids(documents, image_token, 2 * config.vision.patch_size)
+    texts, images = documents_with_grids(documents, image_token, 2 * config.vision.patch_size, family=family)
     tokens, segment_ids = rows_of((texts[:2], texts[2:]), 36)
     frames = getattr(config.vision, "frames", 1)
     flat = [image.repeat_interleave(frames, 0) for own in images for image in own]
@@ -193,7 +200,8 @@ def qwen_logits(
         x = fnmodels.forward(params["vision"], *batch, config=config.vision)
         (features,), later = family.features_of(params, x, {}, cells, config=config), []
     places = family.image_places(tokens, image_token, torch.ones(features.shape[:2], dtype=torch.bool))
-    grids = torch.tensor([(1, *one) for document in documents for one in document if not isinstance(one, int)])
+    sizes = [one for document in documents for one in document if not isinstance(one, int)]
+    grids = torch.tensor([(1, *feature_grid(family, one)) for one in sizes])
     positions = family.image_positions(tokens == image_token, segment_ids, grids)
     if text_order:
         positions = fnmodels.positions_from_segments(segment_ids)[..., None].expand_as(positions)

@@ -9,9 +9,9 @@ from fnmodels.models.decoder.hy_v4 import TRAITS
 from fnmodels.ops.moe.router import RouterDtypes
 
 ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="wide")
-SEEDS = {"hy_v4": 2, "hy_v4_light": 1}
-REFUSED = {"hy_v4": {"head_dim"}}
-WIDE_LOGITS = {"hy_v4"}
+SEEDS = {"hy_v4": 2, "hy_v4_light": 1, "hy_v4_vl_text": 9}
+REFUSED = {"hy_v4": {"head_dim"}, "hy_v4_vl_text": {"head_dim"}}
+WIDE_LOGITS = {"hy_v4", "hy_v4_vl_text"}
 
 # 16 index heads: a score is 0 where no head looks, and ties at the edge of the choice have no order in the reference.
 TINY: dict[str, Any] = {
@@ -51,6 +51,10 @@ TINY: dict[str, Any] = {
     "rope_interleave": False,  # transformers rotates halves whatever the file says, unlike the published model
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }
+# The text of Hy4 with images, whose neighbours rotate there too.
+IMAGES: dict[str, Any] = TINY | {"model_type": "hy_v4_vl_text"}
+IMAGES["rope_parameters"] = TINY["rope_parameters"] | {"mrope_section": [2, 1, 1]}
+del IMAGES["rope_interleave"]
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5}
 YARN |= {"original_max_position_embeddings": 16, "mscale": 1.3, "mscale_all_dim": 0.7}
 
@@ -60,7 +64,8 @@ def variants() -> dict[str, dict[str, Any]]:
     light = {"attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False, "n_shared_experts": 1}
     light |= {"n_group": 1, "topk_group": 1, "n_routed_experts": 8, "rope_parameters": YARN, "hc_mult": 2}
     light |= {"hidden_act": "gelu", "num_hidden_layers": 2, "indexer_types": ["full", "shared"]}
-    return {"hy_v4": TINY, "hy_v4_light": TINY | light | {"mlp_layer_types": ["sparse", "dense"]}}
+    light |= {"mlp_layer_types": ["sparse", "dense"]}
+    return {"hy_v4": TINY, "hy_v4_light": TINY | light, "hy_v4_vl_text": IMAGES}
 
 
 # Fields that are known of the published file, which states 8 heads of keys that nothing reads.
@@ -109,12 +114,12 @@ _PREVIEW: dict[str, Any] = {
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of the published sizes."""
-    return {"hy4_preview": _PREVIEW}
+    """{name: config.json} of the published sizes; the text with images has them by default."""
+    return {"hy4_preview": _PREVIEW, "hy4_text": {"model_type": "hy_v4_vl_text"}}
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters}, counted from the shapes."""
+    """{name: number of parameters}, counted from the shapes; the preview's file counts an MTP head."""
     D, heads, streams = 6144, 64, 4
     attention = 2048 * D + 2048 + heads * 256 * 2048 + (512 + 64) * D + 512 + heads * (192 + 256) * 512
     attention += 2 * heads * 256 * D + heads
@@ -122,11 +127,14 @@ def sizes() -> dict[str, int]:
     joined = 2 * streams * streams * D + 2 * streams + 2
     experts = 257 * 3 * D * 2048 + 256 * D + 256
     total = 2 * 120832 * D + D + 78 * (attention + 2 * joined + 2 * D) + 21 * indexer + 3 * D * 18432 + 77 * experts
-    return {"hy4_preview": total + streams * streams * D + streams + 1}
+    total += streams * streams * D + streams + 1
+    head = 2 * D * D + 5 * D + attention + indexer + experts
+    return {"hy4_preview": total + head, "hy4_text": total}
 
 
-TOTALS: dict[str, int | str] = {"hy4-preview": sizes()["hy4_preview"]}  # published as 770B, which is rounded up
+TOTALS: dict[str, int | str] = {"hy4-preview": sizes()["hy4_text"]}  # published as 770B, which is rounded up
 NO_FILE = {"hy_v4": "no copy is at hand; one that transformers writes is read in test_release_configs.py"}
+NO_FILE |= {"hy_v4_vl_text": "published within hy_v4_vl's text_config"}
 
 
 def as_published(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -37,6 +37,12 @@ class Vocab:
         return (self.weight.shape[0] * self.region.size, *self.weight.shape[1:])
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the rows, which heads of a dtype of their own ask for."""
+        dtype: torch.dtype = self.weight.dtype
+        return dtype
+
+    @property
     def part(self) -> Part:
         rows = self.weight.shape[0]
         return Part(self.region.rank * rows, rows, self.region)

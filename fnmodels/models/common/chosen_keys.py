@@ -70,7 +70,7 @@ def chosen_keys(
     if choices is None:
         if indexer_weights is None or k is None:
             raise ValueError(NO_CHOICE)
-        choices = choose(indexer_weights, x, query_latent(weights, x), k, freqs, keys, indexer)
+        choices = choose(indexer_weights, x, query_latent(weights, x, indexer.latent_eps), k, freqs, keys, indexer)
     if indexer_weights is not None:
         choices = layer.aux["chosen"] = layer.tap("choices", choices)
     if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():

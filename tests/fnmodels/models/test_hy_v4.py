@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import hy_v4, tree
+from fnmodels import hy_v4, mtp, tree
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import context
 from params.initialize import draw
@@ -92,13 +91,40 @@ def test_published_weights_rotate_neighbours() -> None:
 _TURNED = (("q_b_proj", "kv_a_proj"), ("q_b_proj", "k_proj", "k_norm", "k_norm_bias"))
 
 
-def test_mtp_parts_are_left_out_only_where_the_caller_says_so(tmp_path: Path) -> None:
-    P.save_pretrained(tmp_path, CONFIG, PARAMS)
-    path = tmp_path / "model.safetensors"
-    save_file(load_file(path) | {"model.mtp_layers.0.enorm.weight": torch.ones(32)}, path, {"format": "pt"})
-    with pytest.raises(UnsupportedError, match=r"a part for mtp, 1 tensors such as model\.mtp_layers\.0\.enorm"):
-        P.load_pretrained(tmp_path)
-    assert P.load_pretrained(tmp_path, drop=("mtp",))[0] == CONFIG
+def test_the_mtp_head_is_a_layer_on_one_stream(tmp_path: Path) -> None:
+    """Its block is made of the modules of a layer of transformers, without hyper-connections; after it, norm and head.
+
+    Their layer is that of a model of one layer, whose other parameters nothing reads here.
+    """
+    config = replace(CONFIG, num_nextn_predict_layers=1)
+    params = generic_params(config)
+    tokens = torch.randint(3, 61, (1, 20), generator=torch.Generator().manual_seed(3))
+    inputs, masks, freqs = fnmodels.prepare(config, tokens)
+    x = fnmodels.hidden(params, inputs, masks, freqs, config=config, kernel="math")
+    ahead = mtp.ahead(tokens, torch.ones_like(tokens), 1, fill=-1)
+    (state,) = mtp.hidden(params, x, ahead, masks, freqs, config=config, kernel="math")
+    found = hy_v4.unembed(mtp.view(params, 0), state, config=config)[:, :-1]
+
+    one = replace(CONFIG, num_hidden_layers=1, layer_kinds=("indexed_moe",))
+    head, whole = params["mtp"][0], generic_params(one)
+    ends = {name: params[name] for name in ("embed_tokens", "lm_head")}
+    P.save_pretrained(tmp_path, one, {**whole, "layers": [whole["layers"][0] | head["block"]], **ends})
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
+    layer, eps = model.model.layers[0], config.rms_norm_eps
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+    with torch.no_grad():
+        before = norm(norm(x, params["norm"])[:, :-1], head["hnorm"])
+        both = torch.cat((norm(model.model.embed_tokens(tokens[:, 1:]), head["enorm"]), before), -1)
+        y = both @ head["eh_proj"].mT
+        tables = model.model.rotary_emb(y, torch.arange(19)[None])
+        mask = torch.full((19, 19), -torch.inf).triu(1)[None, None]
+        y = y + layer.self_attn(layer.input_layernorm(y), tables, mask)[0]
+        y = y + layer.mlp(layer.post_attention_layernorm(y))
+        assert off(found, model.lm_head(norm(y, head["norm"]))) < 2e-5
 
 
 @pytest.mark.parametrize("kernel", ["math", "sparse"])
@@ -125,7 +151,8 @@ def test_queries_on_latents_have_sinks(kernel: str, monkeypatch: pytest.MonkeyPa
 
 def test_the_published_file_is_the_preset() -> None:
     config = hy_v4.Config.from_hf(published()["hy4_preview"])
-    assert config == fnmodels.preset("hy4-preview") and config.num_key_value_heads == 64
+    assert replace(config, num_nextn_predict_layers=0) == fnmodels.preset("hy4-preview")
+    assert config.num_key_value_heads == 64 and config.num_nextn_predict_layers == 1
     own = [i for i, kind in enumerate(config.layer_kinds) if "shared" not in kind]
     assert own == [0, *range(1, 78, 4)] and config.layer_kinds[0] == "indexed"
 

@@ -4,7 +4,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from fnmodels.models.common.registry import every_model
 
-LEAST = 40
+LEAST = 47
 
 
 def test_types_that_read_images() -> None:

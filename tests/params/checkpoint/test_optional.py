@@ -141,6 +141,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         "mtp.layers.1.mixer.shared_experts.down_proj",
     ),
 }
+HY4 = ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.indexer.wk", "self_attn.linear_gate", "mlp.gate")
+NAMES |= dict.fromkeys(("hy_v4", "hy_v4_vl_text"), tuple(f"model.mtp_layers.0.{one}" for one in HY4))
 USUAL = tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm"))
 
 

@@ -37,6 +37,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 _AREA = {"size": {"shortest_edge": 64, "longest_edge": 800}} | NORMAL
 SETTINGS["gemma4_unified"] = SETTINGS["gemma4"]
 SETTINGS["paddleocr_vl"] = (_AREA | {"patch_size": 4}, "paddleocr_vl")
+SETTINGS["hy_v4_vl"] = (_AREA | {"patch_size": 4}, "hy_v4_vl")
 SETTINGS["paligemma"] = ({"size": {"height": 12, "width": 12}} | NORMAL, "siglip")
 _QWEN = _AREA | {"patch_size": 4}
 SETTINGS |= dict.fromkeys(("qwen2_5_vl", "qwen3_5", "qwen3_vl"), (_QWEN, "qwen2_vl"))
@@ -53,6 +54,7 @@ _CROPS = 3 * "<patch_start><img><patch_end>"
 TEXTS = {
     "glm5_next": ("i", 10 * "i"),  # of 16 x 35 pixels, with room at the right
     "gemma3": ("[58]", "\n\n[58]" + 9 * "i" + "[59]\n\n"),
+    "hy_v4_vl": ("i", 2 * 7 * "i"),
     **dict.fromkeys(("gemma4", "gemma4_unified"), ("i", "[57]" + 60 * "i" + "[56]")),
     "llama4": (
         "<|image|>",
@@ -113,7 +115,7 @@ def test_pixels_equal_transformers(case: ImageCase, tmp_path: Path) -> None:
     bound = 2.5 / 255 / min(STD)
     if case.name.startswith(("qwen", "glm")):
         assert float((merged_patches(images[0], 4) - theirs).abs().max()) <= bound
-    elif case.name == "paddleocr_vl":
+    elif case.name in ("paddleocr_vl", "hy_v4_vl"):
         assert float((patches_of(images[0], 4).reshape(theirs.shape) - theirs).abs().max()) <= bound
     elif case.name.startswith("gemma4"):
         own = patches_of(images[0], 4, channels_last=True).flatten(0, 1)

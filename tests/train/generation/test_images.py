@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ def prompts_of(case: ImageCase) -> tuple[list[list[int]], list[list[Any]]]:
                 images[-1].append(image)
                 continue
             rows, columns = (3, 3) if is_square(case) else part
-            prompts[-1] += [case.config.image_token] * (rows * columns)
+            prompts[-1] += [case.config.image_token] * math.prod(wrappers.feature_grid(case.family, (rows, columns)))
             images[-1].append(torch.randn(channels, rows * side, columns * side, generator=generator))
     return prompts, images
 
@@ -103,7 +104,7 @@ def pixels_of(case: ImageCase, tokens: Tensor, images: Sequence[Tensor], prompt:
         return found
     if hasattr(case.family, "arranged"):
         return test_llava_next.pixels(list(images))
-    if case.name.startswith("paddleocr"):
+    if case.name.startswith(("paddleocr", "hy_v4")):
         return case.tests.pixels(tokens, list(images))
     if case.name.startswith(("kimi", "exaone", "muse", "step")):
         return case.tests.pixels(list(images))

@@ -21,7 +21,8 @@ from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generi
 from train.losses.indexers.loss import indexer_loss, with_indexers
 from train.losses.indexers.teaching import divergence
 
-CASES = {case.name: case for case in cases() if case.name in ("deepseek_v32", "glm_moe_dsa", "hy_v4")}
+NAMES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text")
+CASES = {case.name: case for case in cases() if case.name in NAMES}
 IDS = segments((-2, 11, 4), (6, 9, -2))
 STAGES = ("dense", "sparse")
 
@@ -55,11 +56,15 @@ def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
     names = [f"layers.{i}.{name}" for i in layers for name in ("attention.pattern", "input_layernorm")]
     _, taps = fnmodels.forward(params, inputs, masks, freqs, config=config, kernel="math", taps=tuple(names))
     how = Indexer(1, apply_rotary_interleaved if getattr(config, "index_rope_interleave", False) else apply_rotary)
-    how = Indexer(1, apply_rotary_last, config.rms_norm_eps) if case.family == "hy_v4" else how
+    latent_eps = 1e-6
+    if case.family == "hy_v4":
+        rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
+        last, latent_eps = functools.partial(apply_rotary_last, rotate=rotate), config.latent_eps
+        how = Indexer(1, last, config.rms_norm_eps)
     total = torch.zeros((), dtype=torch.float64)
     for i in layers:
         weights, x = params["layers"][i]["attention"], taps[f"layers.{i}.input_layernorm"]
-        table, latent = freqs[fnmodels.family_of(config).kinds(config)[i]], query_latent(weights, x)
+        table, latent = freqs[fnmodels.family_of(config).kinds(config)[i]], query_latent(weights, x, latent_eps)
         k = ops.index_keys(weights["indexer"], x, table, how)
         scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, k.shape[-1], table, how), k)
         mass = taps[f"layers.{i}.attention.pattern"].sum(1)

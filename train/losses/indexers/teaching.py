@@ -75,7 +75,7 @@ class _Teaching(Context):
         self.seen = mask if self.teach.dense else super().choose(weights, x, freqs, mask, indexer=indexer)
         if "indexer" in weights:
             with torch.no_grad():
-                latent = query_latent(weights, x)
+                latent = query_latent(weights, x, indexer.latent_eps)
             self.learner = self._scores(weights["indexer"], x.detach(), latent, freqs, indexer)
         return self.seen
 

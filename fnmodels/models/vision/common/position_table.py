@@ -25,9 +25,12 @@ def bicubic(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
     return taps.clamp(0, side - 1), torch.stack((far[0], near[0], near[1], far[1]), -1)
 
 
-def bilinear(index: Tensor, count: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """As `bicubic`, but as `F.interpolate(mode="bilinear")` without antialiasing; there are 2 taps."""
-    at = ((index.double() + 0.5) * (side / count.double()) - 0.5).clamp(min=0)
+def bilinear(index: Tensor, count: Tensor, side: int, *, excess: float = 0.0) -> tuple[Tensor, Tensor]:
+    """As `bicubic`, but as `F.interpolate(mode="bilinear")` without antialiasing; there are 2 taps.
+
+    excess: the scale is that of this many patches more, (count + excess) / side.
+    """
+    at = ((index.double() + 0.5) * (side / (count.double() + excess)) - 0.5).clamp(min=0)
     low = at.floor()
     taps = low.long()[..., None] + torch.arange(2, device=index.device)
     return taps.clamp(max=side - 1), torch.stack((1 - (at - low), at - low), -1)
