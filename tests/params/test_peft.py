@@ -456,7 +456,7 @@ def test_parameters_that_peft_saves_together_are_named() -> None:
         lora.merge(lora.attach(tied.base(), split))
 
 
-ROUTED = [case for case in peft_cases() if case.values is not None and any(layout_of(case.config).memory.stacked)]
+ROUTED = [case for case in NAMINGS if case.values is not None and any(layout_of(case.config).memory.stacked)]
 
 
 @pytest.mark.parametrize("case", ROUTED, ids=str)

@@ -61,6 +61,9 @@ def test_both_dialects_give_one_config(case: Case) -> None:
 def test_what_we_write_means_the_same_to_transformers(case: Case) -> None:
     written = case.config.to_hf()
     assert _config(written) == case.config
+    theirs = [AutoConfig.for_model(**reference_values(values)).to_dict() for values in (written, case.values)]
+    if theirs[0] == theirs[1]:
+        return
     tokens = tokens_of(case.config, 1, 24)
     assert torch.equal(logits_of(written, tokens), logits_of(case.values, tokens))
 

@@ -25,6 +25,7 @@ from tests.support.cases import (
     richest,
     seed_of,
     segments,
+    structures,
     tokens_of,
     variants_of,
 )
@@ -83,10 +84,15 @@ def _is_separate(case: Case, form: str) -> bool:
 
 
 def _grid() -> list[tuple[Case, str, str]]:
-    """Every form with "math"; "auto" on every form of each family's richest, on one, by its name, of the others."""
-    grid = [(case, "math", form) for case in WITH_REFERENCE for form in FORMS]
+    """Every form on `structures()`, "left" and "packed" on others, with "math".
+
+    "auto" on every form of each family's richest, on one, by its name, of the others.
+    """
+    grid = []
     for case in WITH_REFERENCE:
-        forms = list(FORMS) if case in richest() else [list(FORMS)[zlib.crc32(case.name.encode()) % len(FORMS)]]
+        forms = list(FORMS) if case in structures() or case in richest() else ["left", "packed"]
+        grid += [(case, "math", form) for form in forms]
+        forms = forms if case in richest() else [forms[zlib.crc32(case.name.encode()) % len(forms)]]
         grid += [(case, "auto", form) for form in forms]
     return grid
 

@@ -1,6 +1,7 @@
 """transformers as the reference: tiny fp32 models with generic parameters, eager attention and experts, no cache."""
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +113,41 @@ def params_of(model: torch.nn.Module, config: Any) -> Any:
 def logits_of(
     values: dict[str, Any], tokens: Tensor, positions: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """The reference's logits [B, S, V] from a fresh model: its dynamic rope remembers earlier calls.
+    """The reference's logits [B, S, V], from a fresh model where its rope remembers earlier calls.
 
     Without `valid`, documents are separated by positions that restart, which works only without cache and mask.
     """
     with torch.no_grad():
         mask = None if valid is None else valid.long()
         where = None if positions is None else position_ids(values, positions)
-        return model_of(values)(input_ids=tokens, position_ids=where, attention_mask=mask, use_cache=False).logits
+        model = shared_model(values)
+        return model(input_ids=tokens, position_ids=where, attention_mask=mask, use_cache=False).logits
+
+
+def shared_model(values: dict[str, Any]) -> Any:
+    """`model_of` to be read only; the last few are kept, but for those whose rope remembers earlier calls."""
+    text = json.dumps(values, sort_keys=True, default=repr)
+    remembers = '"dynamic"' in text or '"longrope"' in text
+    return model_of(values) if remembers else _kept(text, _Values(values))
+
+
+class _Values:
+    """A config.json as an argument that no cache looks at."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Values)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=2)
+def _kept(text: str, of: _Values) -> torch.nn.Module:
+    """The model of a config.json with this text, read-only."""
+    return model_of(of.values)
 
 
 def position_ids(values: dict[str, Any], positions: Tensor) -> Tensor:

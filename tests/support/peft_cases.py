@@ -33,7 +33,7 @@ from tests.fnmodels.models import (
 from tests.support.cases import Case, cases, collected, structure
 from tests.support.image_texts import image_cases
 from tests.support.naming import covering_names, pairs_of
-from tests.support.oracle import model_of, params_of
+from tests.support.oracle import params_of, shared_model
 
 # transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
 _MESSAGES = tuple(f"messages.{name}" for name in ("q", "k", "v", "mlp"))  # in a tensor of three dimensions
@@ -105,7 +105,7 @@ def families_in(config: Any) -> set[str]:
 
 def decoder_case(case: Case) -> PeftCase:
     """A decoder or encoder by its config.json."""
-    model = functools.partial(model_of, case.values)
+    model = functools.partial(shared_model, case.values)
     made = functools.cache(lambda: params_of(model(), case.config))
     return PeftCase(case.name, case.config, model, made, case.values)
 

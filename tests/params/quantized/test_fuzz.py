@@ -33,8 +33,12 @@ def mutation(folder: Path, file: str) -> Callable[[random.Random], None]:
     return mutate
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)])
+SEEDS = [(range(2), False), (range(2, 4), True), (range(4, 22), False), (range(22, 40), True)]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "kept"), [pytest.param(*each, marks=[pytest.mark.slow] * (each[0].start > 3)) for each in SEEDS]
+)
 def test_mutated_dialects_are_read_or_refused(seeds: range, kept: bool, tmp_path: Path) -> None:
     for number, dialect in enumerate(READ):
         folder = tmp_path / str(number)
