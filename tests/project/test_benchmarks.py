@@ -164,9 +164,10 @@ def test_data(output: Output) -> None:
 
 
 @pytest.mark.slow
-def test_gpu(output: Output) -> None:
-    # eager: compiling four small models takes most of a minute, and tests of compiled steps do it
-    out = output("gpu.py", "--quick", "--device", "cpu", TORCH_COMPILE_DISABLE="1")
+def test_gpu(forks: Forks) -> None:
+    # traced: generating code for four small models takes most of a minute
+    command = ["-m", "tests.support.traced", *_command("gpu.py", "--quick", "--device", "cpu")]
+    out = _said(forks.run(command, ENVIRONMENT))
     ours = ("fnmodels", "fnmodels sdpa, compiled blocks", "fnmodels float8, compiled blocks")
     for name in (*ours, "modules", "modules, compiled layers", "transformers sdpa"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {name} | ") and "%" in line]) == 1, out

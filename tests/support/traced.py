@@ -2,7 +2,10 @@
 
 import contextlib
 import functools
+import runpy
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -26,3 +29,15 @@ def without_generated_code() -> Iterator[list[Any]]:
     finally:
         torch.compile = compile
         torch._dynamo.reset()
+
+
+def main(script: str) -> None:
+    """Runs the script with the rest of the command line: `python -m tests.support.traced SCRIPT ...`."""
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))
+    with without_generated_code():
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
