@@ -16,6 +16,7 @@ from params import lora
 from params.sharding import sharding_of
 from tests.support import encoder_losses
 from tests.support.cases import generic, richest
+from tests.support.naming import fewest
 from tests.support.one_process import (
     Errors,
     One,
@@ -50,7 +51,7 @@ class Setting:
     config: Any
     loss: Callable[..., Any]
     batch: dict[str, Any]
-    weights: Any
+    weights: Callable[[], Any]
     unread: str | tuple[str, ...] = "-"
 
     def targets(self, *, vocab: bool) -> tuple[str, ...]:
@@ -65,31 +66,37 @@ def setting_of(name: str) -> Setting:
     if name in encoder_losses.SETTINGS:
         config, loss, halves = encoder_losses.SETTINGS[name]()
         rows = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}
-        return Setting(config, loss, rows, encoder_losses.weights_of(config), encoder_losses.UNREAD.get(name, "-"))
+        weights = functools.partial(encoder_losses.weights_of, config)
+        return Setting(config, loss, rows, weights, encoder_losses.UNREAD.get(name, "-"))
 
     if name == "mtp":
         config = config_of(name)
-        return Setting(config, loss_of(name), batch_for(name), weights_of(config))
+        return Setting(config, loss_of(name), batch_for(name), functools.partial(weights_of, config))
     config = dataclasses.replace(even(name), **even_experts(even(name)))
     loss = functools.partial(train.next_token_loss, config=config, kernel="math", length=24)
-    return Setting(config, loss, batch(), weights_of(config))
+    return Setting(config, loss, batch(), functools.partial(weights_of, config))
 
 
-def structure(name: str) -> frozenset[Any]:
-    """What the roles of a model's adapters follow from: the paths of its targets, and their axes."""
+def structure(name: str) -> frozenset[str]:
+    """What the roles of a model's adapters follow from: the paths of its targets in a layer, with their axes."""
     leaves = tree.flatten(fnmodels.family_of(setting_of(name).config).spec(setting_of(name).config))
     paths = setting_of(name).targets(vocab=True)
-    return frozenset((path_in_layer(path) or path, leaves[path].axes) for path in paths)
+    return frozenset(f"{path_in_layer(path) or path} {leaves[path].axes}" for path in paths)
 
 
 @functools.cache
 def structures() -> tuple[str, ...]:
     """A model of each structure, of all model types, encoders, towers, pairs of stacks, readers of images and flows."""
-    found: dict[frozenset[Any], str] = {}
+    found: dict[frozenset[str], str] = {}
     decoders = [case.name for case in richest(lambda case: case.config.model_type)]
     for name in (*decoders, *encoder_losses.SETTINGS):
         found.setdefault(structure(name), name)
     return tuple(found.values())
+
+
+def covering() -> list[str]:
+    """Few models that have the weights of all structures between them: a role follows from one weight."""
+    return fewest({name: structure(name) for name in structures()})
 
 
 def adapted(setting: Setting, weights: Any, **how: Any) -> Any:
@@ -105,7 +112,7 @@ def noisy(path: str, leaf: Any) -> Any:
 def one_process(name: str, vocab: bool) -> tuple[One, Any]:
     """(the reference, the params with adapters with which it begins)."""
     setting = setting_of(name)
-    params = with_paths(noisy, adapted(setting, setting.weights, targets=setting.targets(vocab=vocab)))
+    params = with_paths(noisy, adapted(setting, setting.weights(), targets=setting.targets(vocab=vocab)))
     optimizer = optimizer_of(setting, params)
     sums = gradient_sums(setting.loss, optimizer)(params, [setting.batch], divide=False)
     learning = [path for path, leaf in tree.flatten(lora.spec(setting.config, params)).items() if leaf.trainable]
@@ -127,7 +134,7 @@ def errors_of(
     one, start = one_process(name, vocab)
     plan = P.plan(fnmodels.family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
     plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
-    whole = tree.flatten(setting.weights)
+    whole = tree.flatten(setting.weights())
     bare = with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
     held, filled = adapted(setting, bare, targets=setting.targets(vocab=vocab)), tree.flatten(start)
     held = with_paths(lambda path, leaf: _like(leaf, filled[path]), held)

@@ -109,7 +109,7 @@ def test_adapters_are_those_of_one_process(
 LIMIT = 1e-5
 ROUTED = ["mtp", "deepseek_v3", "gpt_oss", "kimi_linear", "lfm2_moe", "mixtral", "nemotron_h_latent_bias", "qwen3_moe"]
 RECURRENT = ["bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "qwen3_next_dense_tied"]
-# {mesh: (models, strategy, the step's options)}; None: one of each structure of adapters
+# {mesh: (models, strategy, the step's options)}; None: those that cover all structures of adapters
 MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
     "tp=2": (None, {}, {}),
     "tp=2, sequence": ([*ROUTED, *RECURRENT, "gpt_oss", "eurobert"], {"sequence": True}, {"remat": "full"}),
@@ -130,7 +130,7 @@ def test_adapters_at_every_target_have_the_gradients_of_one_process(ranks: Ranks
     """Every gradient, and every adapter after a step, on every kind of mesh."""
     names, strategy, options = MESHES[mesh]
     over = mesh.partition(", ")[0]
-    for name in names or adapters.structures():
+    for name in names or adapters.covering():
         found = ranks(Mesh.parse(over).world)(adapters.errors_of, name, over, strategy, options)
         assert worst(found)[0] < LIMIT, (name, worst(found))
         targets = adapters.setting_of(name).targets(vocab="tp" not in over)
