@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.support.ranks_pool import ROOT
-from tests.train.parallel.test_launch import words
+from tests.support.ranks_pool import ROOT, Ranks
+from tests.train.parallel.test_launch import run_main, words
 from train.job.processes import launch
 
+# An agent whose process is forked, as to start an interpreter takes longer than all it does.
 LOST = """\
-import os, signal, sys
+import dataclasses, os, signal, sys
+from torch.distributed import run
 from train import cli
 from train.job.processes.worker import Worker
 
-step, made = Worker.step, []
+step, made, configured = Worker.step, [], run.config_from_args
 
 def lost(worker, batch):
     made.append(batch)
@@ -31,8 +33,18 @@ def lost(worker, batch):
         os.kill(os.getpid(), signal.SIGKILL)
     return step(worker, batch)
 
-Worker.step = lost
-sys.exit(cli.main())
+def process(*arguments):
+    Worker.step = lost
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the agent's handler, which a fork has too
+    sys.argv = [*arguments[1:]]
+    sys.exit(cli.main())
+
+def forked(args):
+    config, _, arguments = configured(args)
+    return dataclasses.replace(config, start_method="fork"), process, arguments
+
+run.config_from_args = forked
+run.main()
 """
 
 
@@ -44,25 +56,22 @@ def agent(program: Path, port: int, *arguments: str, host: bool = False, lost: b
     settings = {"XDG_CACHE_HOME": str(program.parent / "cache"), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a new agent waits for an address that none tells again
     environment = os.environ | settings | {"PYTHONPATH": str(ROOT)} | ({"LOST": "1"} if lost else {})
-    command = [sys.executable, "-m", "torch.distributed.run", *how, str(program), "--", *arguments]
+    command = [sys.executable, str(program), *how, str(program), "--", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_a_lost_agent_is_replaced_and_the_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_lost_agent_is_replaced_and_the_run_has_the_bits_of_an_uninterrupted_one(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     program = tmp_path / "lost.py"
     program.write_text(LOST)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    whole, path = (words(tmp_path / name, "--mesh", "fsdp=2", "--save-every", "2") for name in ("whole", "run"))
-    own = subprocess.Popen(
-        [sys.executable, "-m", "train", *whole],
-        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        cwd=ROOT,
-    )
-    assert own.wait(300) == 0
+    flags = ("--mesh", "fsdp=2", "--save-every", "2")
+    assert all(code == 0 for code, *_ in ranks(2)(run_main, str(tmp_path / "whole"), *flags))
+    path = words(tmp_path / "run", *flags)
     agents = [agent(program, port, *path, "--resume", host=True)]
     try:
         agents.append(agent(program, port, *path, "--resume", lost=True))
