@@ -29,11 +29,17 @@ def checked(found: list[dict[str, float]], name: str) -> None:
     assert worst(found)[0] < LIMIT, worst(found)
 
 
-@pytest.mark.parametrize("mesh", ALONE)
-@pytest.mark.parametrize("name", SETTINGS)
+# Shards know no family: each third one has fsdp=2. Pipelines refuse two towers, see test_document_losses.
+EACH = [
+    (name, mesh)
+    for index, name in enumerate(SETTINGS)
+    for mesh in ALONE
+    if (mesh != "fsdp=2" or index % 3 == 0) and (mesh != "pp=2" or name not in TWO_TOWERS)
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), EACH)
 def test_a_step_is_that_of_one_process(ranks: Ranks, name: str, mesh: str) -> None:
-    if mesh == "pp=2" and name in TWO_TOWERS:
-        pytest.skip("two towers are refused, see test_document_losses")
     whole = name == "none" and mesh == "pp=2"  # other pairs of a microbatch are negatives: one microbatch
     strategy, options = ({"schedule": "GPipe"}, {"accumulate": 1}) if whole else ({}, ALONE[mesh])
     checked(ranks(Mesh.parse(mesh).world)(step_of, name, mesh, strategy, options), name)

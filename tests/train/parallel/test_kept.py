@@ -25,7 +25,7 @@ from train.optim.base import with_paths
 from train.parallel import Mesh, Strategy
 from train.parallel.placement import rules_of, shardings
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128}
 LLAMA = llama.Config(**SIZES)
 MIXTRAL = mixtral.Config(**SIZES, num_local_experts=4, num_experts_per_tok=2)
@@ -160,7 +160,7 @@ def lora_leaves(params: Any) -> list[Any]:
 
 
 MESHES: dict[str, tuple[list[str], dict[str, Any], dict[str, Any]]] = {
-    "fsdp=2": ([*FILES], {}, {}),
+    "fsdp=2": (["fp8 experts", "gptq by order", "packed", "nf4 nested"], {}, {}),  # what is gathered knows no form
     "tp=2": ([name for name in FILES if name != "gptq by order"], {}, {}),
     "fsdp=2,tp=2": (["fp8", "awq experts", "nf4 nested"], {"sequence": True}, {"remat": "full"}),
     "ep=2": (["fp8 experts", "awq experts"], {}, {}),
@@ -175,7 +175,7 @@ def test_adapters_on_kept_weights_are_those_of_one_process(ranks: Ranks, over: s
     for name in names:
         found = ranks(Mesh.parse(over).world)(errors_of, name, over, strategy, options)
         assert worst(found)[0] < 1e-9, (name, worst(found))
-        assert len(found[0]) > 20
+        assert len(found[0]) == 2 * 7 + 2
 
 
 def refusals(over: str) -> list[str]:

@@ -21,6 +21,7 @@ from params.axes import SHIFTED
 from tests.support.cases import (
     Case,
     cases,
+    causal,
     generic_params,
     is_ordered,
     positions_of,
@@ -29,6 +30,7 @@ from tests.support.cases import (
     segments,
     tokens_of,
 )
+from tests.support.naming import fewest
 from tests.support.one_process import even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import mtp_loss, next_token_loss
@@ -38,7 +40,7 @@ from train.parallel import Mesh
 from train.parallel.tensor import api
 from train.parallel.tensor.api import TensorParallel, tensor_axes, tensor_parallel
 from train.parallel.tensor.cache import CacheShards, cache_shards
-from train.parallel.tensor.leaf_roles import sharded_dims
+from train.parallel.tensor.leaf_roles import path_in_layer, sharded_dims
 from train.remat import layer_fn
 from train.run_options import Balance, Blocks, RunOptions
 
@@ -190,19 +192,34 @@ def test_recurrent_layers_are_shared() -> None:
     }
 
 
+def few_types() -> list[Case]:
+    """Of each family, few model types with all kinds of layers and all weights, by path and axes, of its types.
+
+    And those of one layer, which has no stages: tests of pipelines have the others.
+    """
+    families: dict[Any, dict[Case, set[str]]] = {}
+    for case in TYPES:
+        family, config = fnmodels.family_of(case.config), variant(case.name)
+        leaves = tree.flatten(family.spec(config)).items()
+        parts = {f"{path_in_layer(path) or path} {leaf.axes}" for path, leaf in leaves} | {*family.kinds(config)}
+        families.setdefault((case.family, causal(case)), {})[case] = parts
+    few = {case for parts in families.values() for case in fewest(parts)}
+    return [case for case in TYPES if case in few or case.config.num_hidden_layers == 1]
+
+
 def modes() -> list[tuple[Case, bool]]:
-    """Each model type with or without sequence=True, in turn; `representatives` with both.
+    """Each of `few_types` with or without sequence=True, in turn; `representatives` with both.
 
     A step of models whose layers run several times is compared in test_hybrids: here torch adds the gradients of their
     passes as DTensors, for which it searches placements for minutes.
     """
     shared = [case for case in TYPES if shareable(case) and not field_of(case.config, "passes")]
-    both = {case.name for case in representatives()}
+    both, few = {case.name for case in representatives()}, few_types()
     return [
         (case, bool(i))
         for n, case in enumerate(shared)
         for i in range(1 if reads_whole_rows(case) else 2)
-        if case.name in both or reads_whole_rows(case) or i == n % 2
+        if case in few and (case.name in both or reads_whole_rows(case) or i == n % 2)
     ]
 
 
@@ -228,7 +245,7 @@ def test_layers_that_read_whole_rows_raise(name: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "sequence"), modes(), ids=str)
-def test_every_model_type_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
+def test_every_family_runs_so(ranks: Ranks, case: Case, sequence: bool) -> None:
     assert_equal(ranks(2)(compare, case.name, sequence))
 
 
