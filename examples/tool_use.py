@@ -24,6 +24,8 @@ from train.rl.command import main as reinforce
 from train.rl.tasks import ENVIRONMENTS, demonstrations
 
 CONTEXT = 128  # tokens of a conversation
+DEMONSTRATIONS = 8000  # of a task
+GROUPS = ("--prompts", "8", "--answers", "8")  # of an update
 SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3}
 
 
@@ -43,7 +45,7 @@ def warm_start(task: str, folder: Path, steps: int) -> Path:
     run, data = folder / f"{task}-warm", folder / f"{task}.jsonl"
     if not (run / "summary.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        chats = list(demonstrations(task, 8000))
+        chats = list(demonstrations(task, DEMONSTRATIONS))
         data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
         new_model(folder / f"{task}-new", chats)
         sizes = ["--row-length", "128", "--batch-rows", "16", "--eval-rows", "8", "--sample-tokens", "4"]
@@ -69,7 +71,7 @@ def main() -> None:
     for task in arguments.tasks:
         base = warm_start(task, arguments.folder, arguments.steps)
         runs[task] = arguments.folder / f"{task}-rl"
-        sizes = ["--prompts", "8", "--answers", "8", "--tokens", "40", "--context", str(CONTEXT)]
+        sizes = [*GROUPS, "--tokens", "40", "--context", str(CONTEXT)]
         flags = ["--updates", str(arguments.updates), "--staleness", str(arguments.staleness), *sizes]
         flags += ["--learning-rate", "0.0002", *(["--resume"] if runs[task].exists() else [])]
         if code := reinforce(["--run", str(runs[task]), "--init", str(base), "--environment", task, *flags]):
