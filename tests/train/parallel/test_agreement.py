@@ -247,7 +247,15 @@ def test_an_entry_of_one_rank_of_a_stage_is_refused_by_all(ranks: Ranks, kind: s
     checked(kind, ranks(4)(faults_of, kind, "pp=2,dp=2", "whole"))
 
 
-OWN = ["classification", "none", "bert", "labels", "tokens", "positions", "experts", "mtp", "taught", "sampled"]
+OWN = [
+    "none",
+    "labels",
+    "positions",
+    "experts",
+    "mtp",
+    "taught",
+    "sampled",
+]  # a decoder and encoders, by each form of loss
 
 
 @pytest.mark.parametrize(

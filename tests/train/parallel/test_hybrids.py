@@ -153,8 +153,17 @@ NGRAMS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "strategy", "options"), NGRAMS)
-@pytest.mark.parametrize("name", ["longcat_flash_ngram", "qwen4_exp_ngrams"])
+TABLES = ("longcat_flash_ngram", "qwen4_exp_ngrams")
+# both over two ranks, and over four in turn
+NGRAMS_OF = [
+    (name, *way)
+    for first, name in enumerate(TABLES)
+    for index, way in enumerate(NGRAMS)
+    if Mesh.parse(way[0]).world == 2 or index % 2 == first
+]
+
+
+@pytest.mark.parametrize(("name", "mesh", "strategy", "options"), NGRAMS_OF)
 def test_ngrams_and_a_summand_of_the_layer_before(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:

@@ -112,7 +112,7 @@ RECURRENT = ["bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "qwen
 # {mesh: (models, strategy, the step's options)}; None: those that cover all structures of adapters
 MESHES: dict[str, tuple[list[str] | None, dict[str, Any], dict[str, Any]]] = {
     "tp=2": (None, {}, {}),
-    "tp=2, sequence": ([*ROUTED, *RECURRENT, "gpt_oss", "eurobert"], {"sequence": True}, {"remat": "full"}),
+    "tp=2, sequence": ([*ROUTED[::2], *RECURRENT[::2], "eurobert"], {"sequence": True}, {"remat": "full"}),
     "tp=4": (["qwen3_moe", "gpt_oss", "qwen3_next_dense_tied"], {}, {}),
     "fsdp=2,tp=2": (["deepseek_v3", "kimi_linear", "mixtral", "flow", "llama4_images"], {}, {"remat": "full"}),
     "ep=2,tp=2": (["deepseek_v3", "gpt_oss", "mixtral", "nemotron_h_latent_bias"], {}, {}),
