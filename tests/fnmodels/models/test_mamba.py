@@ -22,6 +22,7 @@ from tests.variants import bamba, mamba2
         (mamba2.TINY | {"conv_kernel": 1}, "at least 2 taps"),
         (mamba2.TINY | {"time_step_limit": [0.1]}, r"'time_step_limit' is \[0.1\], but must be two numbers"),
         (mamba2.TINY | {"time_step_limit": [-1.0, 1.0]}, "two numbers from 0 to infinity"),
+        (mamba2.TINY | {"time_step_limit": [0.0, 10**400]}, "two numbers from 0 to infinity"),
         (bamba.TINY | {"attn_layer_indices": [2]}, r"'attn_layer_indices' is \[2\], but must list layers below 2"),
         (bamba.TINY | {"attn_rotary_emb": 8}, "'attn_rotary_emb' is 8; only 4 is supported"),
     ],

@@ -7,6 +7,7 @@ output = o_proj(gated norm(ssd(x, dt, -exp(A_log), B, C, D), z))
 """
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,12 +121,17 @@ def time_step_limit(fields: Fields) -> tuple[float, float]:
         fields.take(name, None)
     value = fields.take("time_step_limit", (0.0, math.inf))
     limits = [math.inf if limit == {"__float__": "Infinity"} else limit for limit in value] if _is_list(value) else []
-    numbers = all(isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit >= 0 for limit in limits)
-    if len(limits) != 2 or not numbers:
+    if len(limits) != 2 or not all(map(_is_limit, limits)):
         raise ConfigError(
             f"{fields.where}: 'time_step_limit' is {shown(value)}, but must be two numbers from 0 to infinity."
         )
     return float(limits[0]), float(limits[1])
+
+
+def _is_limit(value: Any) -> bool:
+    """Whether it is a number from 0 that a float holds, or infinity; JSON's integers have any number of digits."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and (0 <= value <= sys.float_info.max or value == math.inf)
 
 
 def _is_list(value: Any) -> bool:
