@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device")
 PARTS = tuple(case for case in representatives() if causal(case))
 every_part = pytest.mark.parametrize("case", PARTS, ids=str)
-ROWS = segments((12,), (8, -4))
+ROWS = segments((14,), (8, -6))
 SCALED = tuple(
     case
     for case in cases()
@@ -189,7 +189,7 @@ def compare(case: Case, dtype: torch.dtype, experts: str, **form: Any) -> None:
     params = moved(tree.map(lambda t: t.to(dtype) if t.is_floating_point() else t, generic_params(case.config)))
     step = fnmodels.cache.captured_step(case.config, experts=experts)
     one, other = (prompted(case, params, batch, dtype, **form) for _ in range(2))
-    for t in range(6, 12):
+    for t in range(6, 14):
         tokens, ids = batch.tokens[:, t : t + 1].to(DEVICE), batch.segment_ids[:, t : t + 1].to(DEVICE)
         made = fnmodels.prepare_step(case.config, tokens, other, segment_ids=ids)
         wanted, other = fnmodels.decode_(params, *made, other, config=case.config, experts=experts)
