@@ -26,8 +26,10 @@ demo: $(INSTALLED)
 	$(BIN)/python -m train --run runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(INSTALLED)
-# Bytecode is kept, whatever the shell says: tests start many interpreters.
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 tests
+# The notebooks run early: a long test at the end would leave the other processes idle. Bytecode is kept, whatever the
+# shell says: tests start many interpreters. The notebook on published weights runs in `make bridges`.
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake \
+	  --ignore examples/real_weights.ipynb examples tests
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The examples: scripts in parts and shortly from end to end; notebooks as they are, which check what they find."""
+"""The examples that are scripts: their parts, and a short run from end to end."""
 
 import dataclasses
 import importlib.util
@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.forks import ROOT, Forks
 from train.generation.requests import Answer, Request
 
 
 def example(name: str) -> ModuleType:
-    path = ROOT / "examples" / f"{name}.py"
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"{name}_example", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -116,17 +115,6 @@ def test_tools_are_called_in_conversations(
     assert capsys.readouterr().out.count("curve: " + str(tmp_path / "tools.png")) == 2
     rows = [json.loads(line) for line in (tmp_path / "search-rl" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2] and (tmp_path / "calculator-rl" / "model.safetensors").exists()
-
-
-# The notebook on published weights runs in test_real_weights.py.
-NOTEBOOKS = sorted(path for path in (ROOT / "examples").glob("*.ipynb") if path.stem != "real_weights")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom(forks: Forks, path: Path) -> None:
-    done = forks.run(["-m", "tests.support.notebook", path], {"PYTHONPATH": str(ROOT)}, cwd=path.parent)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_answers_are_json_of_a_schema() -> None:

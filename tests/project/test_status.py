@@ -114,7 +114,7 @@ def test_a_full_run_fails_where_the_page_says_more_or_less(project: Project, mon
 
 
 def test_a_notebook_that_is_ignored_leaves_no_test_out(project: Project) -> None:
-    """An example that is ignored is no test."""
+    """As `make test` ignores one."""
     check_refused(project.run_tests("--ignore", "examples/one.ipynb"))
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 # slow imports, done before forking
 PRELOADED = ("torch._dynamo", "transformers.models.auto.modeling_auto", "params", "train.job.run")
 PRELOADED += ("train.job.processes.spawn", "torch.distributed.fsdp", "torch.distributed.tensor")
-PRELOADED += ("pytest", "tests.support.status", "matplotlib.pyplot")
+PRELOADED += ("pytest", "tests.support.status")
 
 
 class Forks:
