@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import Any
 
@@ -20,6 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/health", "/api/v1/healthz")  # without a token
 SECONDS = 60.0  # in which a body arrives
+LINGER = 5.0  # seconds in which the rest of a refused body is dropped
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -61,17 +63,34 @@ class Guard:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":  # no route is a web socket
             return await send({"type": "websocket.close", "code": 1008})
-        request = HttpRequest(scope)
+        request, arriving, status = HttpRequest(scope), True, 0
+
+        async def noted() -> Message:
+            nonlocal arriving
+            message = await receive()
+            arriving = message.get("more_body", False)
+            return message
 
         async def counted(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 route = getattr(scope.get("endpoint"), "__name__", "none")
-                self._metrics.add("requests_total", route=route, status=str(message["status"]))
+                self._metrics.add("requests_total", route=route, status=str(status))
+            elif status >= 400 and arriving and not message.get("more_body", False):
+                # The end of the answer may close the connection. A close while data arrive resets it, and a client
+                # that is still sending would not see the answer.
+                await send({**message, "more_body": True})
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LINGER):
+                        while arriving:
+                            await noted()
+                message = {"type": "http.response.body", "body": b""}
             await send(message)
 
         if error := self._refusal(request):
-            return await error_response(error)(scope, receive, counted)
-        return await self._app(scope, receive, counted)
+            return await error_response(error)(scope, noted, counted)
+        return await self._app(scope, noted, counted)
 
     def _refusal(self, request: HttpRequest) -> ApiError | None:
         if self._token is None:

@@ -86,3 +86,32 @@ def test_a_raw_request_with_such_a_host_is_refused(tmp_path: Path) -> None:
         made.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x/health?\r\nConnection: close\r\n\r\n")
         first = made.recv(64)
     assert first.split()[1] == b"401"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_of_a_refused_body_first_reads_the_answer(tmp_path: Path, chunked: bool) -> None:
+    """With a connection that ends behind the answer, as those of urllib do."""
+    size = 1 << 24  # more than sockets hold
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % size
+    body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, b"a" * size) if chunked else b"a" * size
+    with serving(write_checkpoint(tmp_path / "checkpoint"), token="secret", body=1000) as server:
+        for token, status in ((b"secret", b"413"), (b"other", b"401")):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + framing
+            with socket.create_connection((server.host, server.port), timeout=60) as made:
+                made.sendall(head + b"\r\nAuthorization: Bearer " + token + b"\r\n\r\n" + body)
+                answer = b"".join(iter(lambda made=made: made.recv(4096), b""))
+            assert answer.split()[1] == status and answer.endswith(b"}")
+
+
+def test_a_refused_body_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from train.server import guard
+
+    monkeypatch.setattr(guard, "LINGER", 0.2)
+    with (
+        serving(write_checkpoint(tmp_path / "checkpoint"), body=1000) as server,
+        socket.create_connection((server.host, server.port), timeout=60) as made,
+    ):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 2000\r\n\r\n"
+        made.sendall(head + b"a")
+        answer = b"".join(iter(lambda: made.recv(4096), b""))
+    assert answer.split()[1] == b"413"
