@@ -227,24 +227,29 @@ def application(service: Service, *, token: str | None = None, routes: list[Rout
             ApiError: _refused,
             HTTPException: _of_routes,
             Exception: _unexpected,
-            ClientLeftError: lambda request, error: Response(status_code=499),
-            ClientDisconnect: lambda request, error: Response(status_code=499),
+            ClientLeftError: _of_nobody,
+            ClientDisconnect: _of_nobody,
         },
         lifespan=service.running,
     )
     return Guard(app, token, service.metrics)
 
 
-def _refused(request: HttpRequest, error: Any) -> Response:
+# Coroutines: Starlette would run functions in threads, which wait for the interpreter beside the worker.
+async def _refused(request: HttpRequest, error: Any) -> Response:
     return error_response(error)
 
 
-def _of_routes(request: HttpRequest, error: Any) -> Response:
+async def _of_routes(request: HttpRequest, error: Any) -> Response:
     return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}."))
 
 
-def _unexpected(request: HttpRequest, error: Any) -> Response:
+async def _unexpected(request: HttpRequest, error: Any) -> Response:
     return error_response(ApiError(500, f"The server failed: {type(error).__name__}."))
+
+
+async def _of_nobody(request: HttpRequest, error: Any) -> Response:
+    return Response(status_code=499)  # the client has left
 
 
 def _described(service: Service) -> dict[str, Any]:

@@ -205,6 +205,12 @@ def test_a_wrong_request_gets_a_sentence(server: Served, path: str, body: Any, s
     assert answer["error"].keys() == {"message", "type", "param", "code"}
 
 
+def test_no_request_is_answered_in_a_thread_of_its_own(server: Served) -> None:
+    for path, body in ((TEXT, b"{"), (TEXT, {"prompt": "a", "max_tokens": 1}), ("/v1/nothing", None), ("/health", None)):
+        server.send(path, body)
+    assert not [thread.name for thread in threading.enumerate() if "AnyIO" in thread.name]
+
+
 def test_models_health_and_metrics(server: Served) -> None:
     assert server.send("/v1/models")[1]["data"][0]["id"] == "tiny"
     assert server.send("/v1/models/tiny")[1]["max_model_len"] == 256
