@@ -1,5 +1,6 @@
 """The benchmark scripts run at their smallest settings: nothing else calls them, so nothing else would see them rot."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -252,6 +253,16 @@ def test_serve_and_grpo(output: Output) -> None:
     assert out.count("| 1.000 |\n") == 5 and "\n| 1 | 8 | " in out, out
     out = output("dev/grpo.py", "--quick")
     assert "the rewards differ by 0.0000 at most" in out, out
+
+
+@pytest.mark.slow
+def test_server(output: Output) -> None:
+    out = output("server.py", "--quick")  # which fails where an answer is wrong or anything is left
+    for name in ("train.serve", "HTTP, at once", "HTTP, streamed"):
+        assert f"\n  {name}: 100.0% of the answers" in f"\n{out}" and out.count(f"\n| {name} | ") == 1, out
+    for kind in ("wait for answers", "read streams"):
+        assert re.search(rf"\n\| {kind} \| \d+ \| 200, right: \d", out), out
+    assert out.count(" | 413: ") == 1 and out.count(" | 400: ") == 2 and " 429: " in out, out
 
 
 @pytest.mark.slow
