@@ -13,7 +13,7 @@ from typing import Any
 
 PATH = "/v1/completions"
 CHUNKED = -1  # as the length of a body: its head says none
-PATIENCE = 120.0  # seconds for an answer, after which it is lost
+PATIENCE = 600.0  # seconds for an answer, after which it is lost
 MEANS = 19.31, 58.45  # tokens of prompts and answers, as in dev/serve.py
 
 
