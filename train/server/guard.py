@@ -21,7 +21,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN = ("/health", "/api/v1/healthz")  # without a token
 SECONDS = 60.0  # in which a body arrives
-LINGER = 5.0  # seconds in which the rest of a refused body is dropped
+LINGER = 5.0  # seconds without data, after which the rest of a refused body is not waited for
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -82,9 +82,9 @@ class Guard:
                 # that is still sending would not see the answer.
                 await send({**message, "more_body": True})
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LINGER):
+                    async with asyncio.timeout(SECONDS):
                         while arriving:
-                            await noted()
+                            await asyncio.wait_for(noted(), LINGER)
                 message = {"type": "http.response.body", "body": b""}
             await send(message)
 

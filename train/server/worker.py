@@ -22,6 +22,7 @@ from .metrics import Metrics
 from .scores import PromptScores, score_prompts
 
 SCORED = 4096  # tokens of prompts that are scored between two steps
+FEW = 8  # steps with half of the slots idle, after which these are left out: that is a copy, and so is a next request
 Deliver = Callable[[list[tuple["Ticket", Any]]], None]
 
 
@@ -68,6 +69,7 @@ class _Line:
     admitting: list[Ticket] = field(default_factory=list)  # those of `running` whose prompts are computed
     single: int = 0  # how many are taken one by one, because one of them fails
     batch: ContinuousBatch | None = None  # of the worker's thread alone
+    few: int = 0  # the last steps for which half of its slots were idle and no request waited
 
     def tickets(self) -> list[Ticket]:
         return [*self.waiting, *self.scores, *self.running.values()]
@@ -245,7 +247,9 @@ class Worker:
             begin = time.monotonic()
             with torch.no_grad():
                 self._admit(batch, line)
-                events = batch.draw(shrink=not line.waiting and 4 * len(line.running) <= batch.allocated)
+                idle = not line.waiting and 2 * len(line.running) <= batch.allocated
+                line.few = line.few + 1 if idle else 0
+                events = batch.draw(shrink=line.few >= FEW)
         except Exception as error:  # of the model: none of its requests can go on
             with self._changed:
                 lost = [*line.running.values(), *(() if line.batch else line.waiting)]
