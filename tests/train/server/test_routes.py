@@ -22,7 +22,7 @@ from fnmodels.errors import UserError
 from tests.support.served import Served, byte_tokenizer, serving, write_checkpoint
 from train.generation.batching import ContinuousBatch
 from train.generation.sampling import Sampling
-from train.server.worker import Ticket
+from train.server.worker import FEW, Ticket
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -206,7 +206,8 @@ def test_a_wrong_request_gets_a_sentence(server: Served, path: str, body: Any, s
 
 
 def test_no_request_is_answered_in_a_thread_of_its_own(server: Served) -> None:
-    for path, body in ((TEXT, b"{"), (TEXT, {"prompt": "a", "max_tokens": 1}), ("/v1/nothing", None), ("/health", None)):
+    short = {"prompt": "a", "max_tokens": 1}
+    for path, body in ((TEXT, b"{"), (TEXT, short), ("/v1/nothing", None), ("/health", None)):
         server.send(path, body)
     assert not [thread.name for thread in threading.enumerate() if "AnyIO" in thread.name]
 
@@ -293,6 +294,25 @@ def test_requests_of_clients_that_leave_end_and_the_others_are_answered(folder: 
         _until(lambda: _count(server, "fnmodels_running") == 0 and _count(server, "fnmodels_queue") == 0)
         assert _count(server, "fnmodels_cancelled_total") == 2
         assert _count(server, "fnmodels_generated_tokens_total") < 2 * 250
+
+
+def test_steps_leave_out_idle_slots_where_half_of_them_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, widths = ContinuousBatch.draw, list[int]()
+
+    def noted(self: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        events = draw(self, **options)
+        widths.append(self.allocated)
+        return events
+
+    monkeypatch.setattr(ContinuousBatch, "draw", noted)
+    with serving(folder, slots=4) as server:
+        long = _open_request(server, {"prompt": ["a", "b"], "max_tokens": 100, "ignore_eos": True})
+        _until(lambda: _count(server, "fnmodels_running") == 2)
+        assert server.send(TEXT, {"prompt": ["c", "d"], "max_tokens": 2, "ignore_eos": True})[0] == 200
+        _until(lambda: _count(server, "fnmodels_running") == 0)
+        long.close()
+    assert 4 in widths and widths[-1] == 2 and widths.count(4) < 2 * FEW
 
 
 def test_bodies_and_queues_have_bounds(folder: Path) -> None:
