@@ -55,12 +55,10 @@ def test_a_microbatch_is_one_packed_row() -> None:
         packed_row(micro | {"multi_modal_inputs": [{"pixels": 1}]}, 0)
 
 
-def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`receive` uses nothing of verl and Ray: without them names of theirs stand in."""
-    import params as P
+@pytest.fixture
+def rollout(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the rollout, whose server uses little of verl and Ray: without them names of theirs stand in."""
     import train.integrations.verl
-    from fnmodels import llama, tree
-    from train.handover.bucket import buckets
 
     names: dict[str, tuple[str, ...]] = (
         {}
@@ -76,16 +74,32 @@ def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPat
     )
     for name, attributes in names.items():
         module = ModuleType(name)
-        vars(module).update((attribute, type(attribute, (), {})) for attribute in attributes)
+        vars(module).update((attribute, type(attribute, (SimpleNamespace,), {})) for attribute in attributes)
         monkeypatch.setitem(sys.modules, name, module)
     if not HERE:  # undone, the module is gone again from both places
         monkeypatch.setattr(train.integrations.verl, "rollout", None, raising=False)
         monkeypatch.setitem(sys.modules, "train.integrations.verl.rollout", None)
         del sys.modules["train.integrations.verl.rollout"]
-    rollout = importlib.import_module("train.integrations.verl.rollout")
-    config = llama.Config(31, 16, 24, 2, 2, 1)
+    return importlib.import_module("train.integrations.verl.rollout")
+
+
+def server_of(rollout: Any, **values: Any) -> Any:
+    """A server without its thread."""
+    from fnmodels import llama
+
     server = rollout.Server.__new__(rollout.Server)
-    vars(server).update(config=config, images=None, weights=None, _arriving=[], _requests=rollout.Arrivals())
+    vars(server).update(config=llama.Config(31, 16, 24, 2, 2, 1), images=None, weights=None, _arriving=[])
+    vars(server).update({"_requests": rollout.Arrivals(), "_replaced": False} | values)
+    return server
+
+
+def test_weights_arrive_after_a_sender_that_failed(rollout: Any) -> None:
+    import params as P
+    from fnmodels import tree
+    from train.handover.bucket import buckets
+
+    server = server_of(rollout)
+    config = server.config
     first, second = (list(buckets(P.export(config, P.init(config, seed)), 2000)) for seed in (0, 1))
     for bucket in first[:2]:
         server.receive(bucket, 1)
@@ -95,6 +109,50 @@ def test_weights_arrive_after_a_sender_that_failed(monkeypatch: pytest.MonkeyPat
     assert version == 2
     want = tree.flatten(P.init(config, 1))
     assert all(torch.equal(leaf, want[path]) for path, leaf in tree.flatten(params).items())
+
+
+def test_a_request_joins_answers_under_way(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short one ends before a long one that began alone; callers that have gone end nothing; later weights wait."""
+    import params as P
+    import train
+    from train.generation.batching import ContinuousBatch
+    from train.generation.requests import Request
+
+    sizes = SimpleNamespace(max_num_seqs=4, max_model_len=64)
+    server = server_of(rollout, settings=sizes)
+    config, params = server.config, P.init(server.config, 0)
+    server.weights = config, params, 7
+    prompts, lengths = ([1, 2, 3], [4, 5], [6], [7, 8]), (30, 2, 5, 3)
+    made = [
+        Request(list(p), n, train.Sampling(), 0, row) for row, (p, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    long = server._requests.add(made[0])
+    gone = server._requests.add(made[2])
+    assert gone.cancel()
+    futures, ended, steps = [long], list[int](), 0
+    advance = ContinuousBatch.advance
+
+    def advanced(batch: Any, **how: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            futures.append(server._requests.add(made[1]))
+            futures[1].add_done_callback(lambda _: ended.append(1))
+        if steps == 12:
+            server._replaced = True
+            futures.append(server._requests.add(made[3]))
+        return advance(batch, **how)
+
+    monkeypatch.setattr(ContinuousBatch, "advance", advanced)
+    long.add_done_callback(lambda _: ended.append(0))
+    running: dict[int, Any] = {}
+    server._serve(running)
+    assert ended == [1, 0] and not running and len(server._requests) == 1 and not futures[2].done()
+    for row in (0, 1):
+        found = futures[row].result()
+        alone = train.serve(params, config, [made[row]], slots=1, capacity=64)
+        assert found.token_ids == [event.token for event in alone] and len(found.token_ids) == lengths[row]
+        assert found.extra_fields == {"global_steps": 7, "finish_reason": "max_new"}
 
 
 def test_vllms_experts_become_the_routing_of_a_row() -> None:

@@ -26,7 +26,7 @@ from train.parallel.whole_model import fetching
 ENTRY = "multi_modal_inputs"
 PIXELS, GRIDS = "pixel_values", "image_grid_thw"
 BESIDE = {"images_seqlens", "token_type_ids", "mm_token_type_ids", "num_crops"}  # follow from the others and the tokens
-KEPT = 64  # pictures that a rollout has at hand, for the answers to one prompt and the turns of one conversation
+KEPT = 1 << 30  # bytes of pictures that a rollout has at hand, for the answers to a prompt and turns of a conversation
 PATCH_ROWS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose pixels come as rows of patches
 
 
@@ -155,12 +155,13 @@ class ImageReader:
 class PromptImages:
     """Images of a rollout's requests, read by verl's processor of the checkpoint as verl reads those of the actor.
 
-    config: of the whole model. processor: of transformers. known: {key: images} of pictures that were read.
+    config: of the whole model. processor: of transformers. known: {key: images} of pictures that were read, those
+    that were asked for last at the end.
     """
 
     config: Any
     processor: Any
-    known: dict[bytes, list[Tensor]] = field(default_factory=dict)
+    known: dict[bytes, list[Tensor]] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(folder: Path, trust_remote_code: bool = False) -> "PromptImages | None":
@@ -196,14 +197,19 @@ class PromptImages:
 
         about = f"{picture.mode} {picture.size} {picture.getpalette()} {sorted(options.items())}"
         key = hashlib.sha256(about.encode() + picture.tobytes()).digest()
-        if key not in self.known:
+        images = self.known.pop(key, None)
+        if images is None:
             options = {"text": [""], "images": [picture], "mm_processor_kwargs": options}
             made = dict(build_multimodal_processor_inputs(self.processor, **options))
-            given = {name: made[name] for name in (PIXELS, GRIDS) if name in made}
-            self.known[key] = images_of(given, self.config)
-            while len(self.known) > KEPT:
-                del self.known[next(iter(self.known))]
-        return self.known[key]
+            images = images_of({name: made[name] for name in (PIXELS, GRIDS) if name in made}, self.config)
+        self.known[key] = images
+        while len(self.known) > 1 and sum(image.nbytes for each in self.known.values() for image in each) > KEPT:
+            del self.known[next(iter(self.known))]
+        return images
+
+    def forget(self) -> None:
+        """Drops the pictures that were read: other prompts come next."""
+        self.known.clear()
 
     @property
     def placeholders(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""A rollout of verl by `train.serve`: `actor_rollout_ref.rollout.name=fnmodels`, for machines without vLLM.
+"""A rollout of verl by `ContinuousBatch`: `actor_rollout_ref.rollout.name=fnmodels`, for machines without vLLM.
 
 Each replica is one process (a Ray actor) with its own copy of the weights, which answers requests by continuous
 batching. Trainer processes send it the weights after every update.
@@ -8,8 +8,9 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry,
 import params as P
 from fnmodels.errors import MismatchError
 from train.eval.pretrained import end_ids
+from train.generation.batching import BatchSettings, ContinuousBatch, Hook
 from train.generation.checks import check_request, learned_positions
-from train.generation.loops import serve
 from train.generation.requests import Request
 from train.generation.sampling import Sampling
 from train.handover.bucket import Bucket, as_stored, buckets, received
@@ -47,39 +48,45 @@ FIXED["include_stop_str_in_output"] = (True, False)
 
 
 class Arrivals:
-    """An iterator over requests that have come; it stops where there is none, and goes on where there is one again.
-
-    closed: it stops too, because the weights of the running `serve` are no longer those that were sent last.
-    """
-
-    closed = False
+    """Requests that have come, each with what its caller waits for."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Request, Future[TokenOutput]]] = deque()
-        self.taken: list[Future[TokenOutput]] = []  # in the order in which `serve` counts them
-        self.changed = threading.Condition()
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, request: Request) -> Future[TokenOutput]:
         future: Future[TokenOutput] = Future()
-        with self.changed:
+        with self._changed:
             self._waiting.append((request, future))
-            self.changed.notify()
+            self._changed.notify()
         return future
 
     def wait(self) -> None:
-        with self.changed:
-            self.changed.wait_for(lambda: bool(self._waiting))
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._waiting))
 
-    def __iter__(self) -> Iterator[Request]:
-        return self
+    def take(self, most: int) -> list[tuple[Request, Future[TokenOutput]]]:
+        """The next requests, without those whose callers have gone; no later one can be cancelled."""
+        taken: list[tuple[Request, Future[TokenOutput]]] = []
+        with self._changed:
+            while self._waiting and len(taken) < most:
+                request, future = self._waiting.popleft()
+                if future.set_running_or_notify_cancel():
+                    taken.append((request, future))
+        return taken
 
-    def __next__(self) -> Request:
-        with self.changed:
-            if self.closed or not self._waiting:
-                raise StopIteration
-            request, future = self._waiting.popleft()
-            self.taken.append(future)
-            return request
+
+@dataclass
+class Drawn:
+    """An answer under way: what its caller waits for, its tokens and what belongs to each."""
+
+    future: Future[TokenOutput]
+    tokens: list[int] = field(default_factory=list)
+    logp: list[float] = field(default_factory=list)
+    experts: list[Tensor] = field(default_factory=list)
 
 
 class Server:
@@ -92,7 +99,7 @@ class Server:
         self.stop_ids = end_ids(Path(folder))
         self.weights: tuple[Any, Any, int | None] | None = None  # config, params of that, version
         self._arriving: list[Bucket] = []
-        self._requests = Arrivals()
+        self._requests, self._replaced = Arrivals(), False  # whether weights came since `_serve` has begun
         threading.Thread(target=self._serve_forever, daemon=True).start()
 
     async def generate(
@@ -162,47 +169,59 @@ class Server:
     def _serve_forever(self) -> None:
         while True:
             self._requests.wait()
-            self._requests.taken.clear()
-            self._requests.closed = False  # before `_serve` reads the weights; replacing them closes it after
+            self._replaced = False  # before `_serve` reads the weights; those that come later set it
+            running: dict[int, Drawn] = {}
             try:
-                self._serve()
-            except Exception as error:  # the caller that waits gets it
-                list(self._requests)
-                for future in self._requests.taken:
-                    if not future.done():
-                        future.set_exception(error)
+                self._serve(running)
+            except Exception as error:  # the callers that wait get it
+                left = [answer.future for answer in running.values()]
+                for future in (*left, *(future for _, future in self._requests.take(len(self._requests)))):
+                    future.set_exception(error)
 
-    def _serve(self) -> None:
-        """Answers requests until there are none; one call uses one version of the weights."""
+    @torch.no_grad()
+    def _serve(self, running: dict[int, Drawn]) -> None:
+        """Answers requests until there are none, or other weights have come: one call uses one version of them.
+
+        running: The answers under way, by the number of their request.
+        """
         if self.weights is None:
             raise RuntimeError("The rollout has no weights yet: update_weights comes first.")
-        answers: dict[int, tuple[list[int], list[float], list[Tensor]]] = {}
-        (config, params, version), taken = self.weights, self._requests.taken
-        how: dict[str, Any] = {"slots": min(self.settings.max_num_seqs, SLOTS), "capacity": self._capacity()}
-        how["logits_fn"] = None if self.images is None else self._without_placeholders
-        for event in serve(params, config, self._requests, **how):
-            tokens, logp, experts = answers.setdefault(event.row, ([], [], []))
-            tokens.append(event.token)
-            logp.append(event.logp)
-            experts += [] if event.routing is None else [event.routing]
-            if event.reason is not None:
-                fields: dict[str, Any] = {"global_steps": version, "finish_reason": event.reason}
-                del answers[event.row]
-                routed = layers_of(torch.cat(experts), self.config).numpy() if experts else None
-                taken[event.row].set_result(
-                    TokenOutput(
-                        token_ids=tokens,
-                        log_probs=logp,
-                        routed_experts=routed,
-                        stop_reason="completed",
-                        extra_fields=fields,
-                    )
-                )
+        config, params, version = self.weights
+        settings = BatchSettings(logits_fn=self._edit())
+        slots = min(self.settings.max_num_seqs, SLOTS)
+        batch = ContinuousBatch(params, config, slots=slots, capacity=self._capacity(), settings=settings)
+        while True:
+            if not self._replaced and (room := batch.room()):
+                taken = [(request.draw, request, future) for request, future in self._requests.take(room)]
+                running |= {number: Drawn(future) for number, _, future in taken}
+                if taken:
+                    batch.take([(number, request) for number, request, _ in taken])
+            if not batch.busy and (self._replaced or not self._requests):
+                return
+            for event in batch.advance(shrink=not self._requests):
+                answer = running[event.row]
+                answer.tokens.append(event.token)
+                answer.logp.append(event.logp)
+                answer.experts += [] if event.routing is None else [event.routing]
+                if event.reason is not None:
+                    del running[event.row]
+                    answer.future.set_result(self._output(answer, event.reason, version))
 
-    def _without_placeholders(self, logits: Tensor, _: Any) -> Tensor:
-        """Logits for draws without tokens that verl would take for an image; log-probabilities are without this."""
-        assert self.images is not None
-        return logits.index_fill(-1, torch.tensor(self.images.placeholders, device=logits.device), -torch.inf)
+    def _output(self, answer: Drawn, reason: str, version: int | None) -> TokenOutput:
+        return TokenOutput(
+            token_ids=answer.tokens,
+            log_probs=answer.logp,
+            routed_experts=layers_of(torch.cat(answer.experts), self.config).numpy() if answer.experts else None,
+            stop_reason="completed",
+            extra_fields={"global_steps": version, "finish_reason": reason},
+        )
+
+    def _edit(self) -> Hook | None:
+        """Of logits for draws, without tokens that verl would take for an image; log-probabilities are without this."""
+        if self.images is None:
+            return None
+        never = torch.tensor(self.images.placeholders)
+        return lambda logits, _: logits.index_fill(-1, never.to(logits.device), -torch.inf)
 
     def receive(self, bucket: Bucket, version: int | None) -> None:
         """Some of a checkpoint's tensors; with the last bucket, if all have come, the weights are replaced."""
@@ -212,7 +231,7 @@ class Server:
         if bucket.last:
             arrived, self._arriving = self._arriving, []
             self.weights = *self._model_of(list(received(arrived))), version
-            self._requests.closed = True
+            self._replaced = True
 
     def _model_of(self, tensors: list[tuple[str, Tensor]]) -> tuple[Any, Any]:
         """(config, params) of the whole model, or of its text where the tensors are of that alone.
@@ -231,9 +250,11 @@ class Server:
 
     def sleep(self) -> None:
         """Frees the weights, where the configuration says so: new ones come before the next request."""
+        if self.images is not None:
+            self.images.forget()
         if self.settings.free_cache_engine:
             self.weights = None
-            self._requests.closed = True
+            self._replaced = True
 
     def idle(self) -> None:
         """Calls for the memory of caches, which lasts as long as an answer, or for weights that are in place."""
