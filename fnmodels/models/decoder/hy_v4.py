@@ -94,6 +94,7 @@ _DEFAULTS |= {"n_group": 1, "topk_group": 1, "initializer_range": 0.006, "rms_no
 _DEFAULTS |= {"q_lora_rank": 1536, "index_n_heads": 16, "num_nextn_predict_layers": 0}
 _FULL = {"hidden_size": 6144, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 78}
 _FULL |= {"num_attention_heads": 64, "q_lora_rank": 2048, "index_n_heads": 32}
+_HEADS = "num_nextn_predict_layers"
 _SECTIONS = (12, 10, 10)  # `mrope_section` of a file without one
 
 
@@ -137,7 +138,8 @@ class Config(indexed.IndexedConfig):
         Fields(values).integer("num_key_value_heads", 1)
         images = values.get("model_type") == "hy_v4_vl_text"
         usual = _DEFAULTS | (_FULL if images else {})
-        fields = Fields(usual | {name: value for name, value in values.items() if name not in _UNREAD})
+        one = {_HEADS: 1} if values.get(_HEADS) == 2 else {}  # files with one head count it so, too
+        fields = Fields(usual | {name: value for name, value in values.items() if name not in _UNREAD} | one)
         model_type = fields.choice("model_type", MODEL_TYPES)
         fields, sections, interleaved = split_sections(fields) if images else (fields, (), True)
         if not interleaved:
@@ -176,7 +178,7 @@ class Config(indexed.IndexedConfig):
         own["rope_parameters"] = rope_to_hf(self.rope) | sections
         architecture = "HYV4VLForCausalLM" if self.model_type == "hy_v4_vl_text" else "HYV4ForCausalLM"
         names = (*mla.NAMES, "rope_interleave", "index_n_heads", "index_head_dim", "index_topk", "swiglu_limit")
-        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
+        own[_HEADS] = self.num_nextn_predict_layers
         return decoder.decoder_to_hf(self, architecture, *names, **own)
 
 

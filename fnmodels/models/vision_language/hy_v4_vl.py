@@ -1,7 +1,7 @@
 """Hy4 with images (Tencent, 2026): cells of patches among the tokens of its text, and a newline after each row of them.
 
 `load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.hy_v4`. Positions have three
-axes; features are made by two convolutions, over a cell and over nothing. MTP heads of the text are not read.
+axes; features are made by two convolutions, over a cell and 1 x 1. MTP heads of the text are not read.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.errors import UnsupportedError
 from fnmodels.inputs import image_places as places_of
 from fnmodels.inputs.image_places import image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
@@ -49,6 +50,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("hy_v4_vl",)
+_TEXT = "hy_v4_vl_text"
 _MODEL = r"model\.(?:language_model\.)?"
 TRAITS = Traits(
     # What transformers 5.24 renames wrongly, and the names of its class without a head.
@@ -93,7 +95,13 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
-        text = replace(vision_language.text_config(outer, "hy_v4_vl_text", {}), num_nextn_predict_layers=0)
+        text = vision_language.text_config(outer, _TEXT, {})
+        if text.model_type != _TEXT:
+            raise UnsupportedError(
+                f"{outer.where}, text_config: the model type {text.model_type!r} is not supported beside this tower; "
+                f"{_TEXT} is."
+            )
+        text = replace(text, num_nextn_predict_layers=0)
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, False)),
             vision=hy_v4_vl_vision.Config.from_hf(qwen_vl.tower_values(outer, "hy_v4_vl_vision")),

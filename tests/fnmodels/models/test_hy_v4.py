@@ -91,6 +91,15 @@ def test_published_weights_rotate_neighbours() -> None:
 _TURNED = (("q_b_proj", "kv_a_proj"), ("q_b_proj", "k_proj", "k_norm", "k_norm_bias"))
 
 
+def test_a_count_of_two_is_of_one_head() -> None:
+    """As the publisher's files have it, by vLLM's reader of their heads."""
+    values = CONFIG.to_hf()
+    one, two = (hy_v4.Config.from_hf(values | {"num_nextn_predict_layers": count}) for count in (1, 2))
+    assert one == two and one.num_nextn_predict_layers == 1
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        hy_v4.Config.from_hf(values | {"num_nextn_predict_layers": 3})
+
+
 def test_the_mtp_head_is_a_layer_on_one_stream(tmp_path: Path) -> None:
     """Its block is made of the modules of a layer of transformers, without hyper-connections; after it, norm and head.
 

@@ -22,6 +22,8 @@ from fnmodels.models.vision_language import hy_v4_vl
 from tests.support import wrappers
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.hy_v4 import IMAGES, YARN
+from tests.variants.hy_v4 import variants as hy_v4
+from tests.variants.llama import variants as llama
 
 IMAGE, VIDEO = 60, 59  # the ids of their tokens
 # 20 / 4: a table of 5 x 5 positions, which no image has
@@ -177,8 +179,15 @@ def test_files_with_an_mtp_head_are_read_without_it(tmp_path: Path) -> None:
         flat = tree.flatten(wanted)
         assert all(torch.equal(leaf, flat[path]) for path, leaf in tree.flatten(loaded).items())
         assert read == (config if part is None else config.text)
-    values = _PLAIN | {"text_config": _TEXT | {"num_nextn_predict_layers": 1}}
-    assert hy_v4_vl.Config.from_hf(values) == config
+    for count in (1, 2):
+        values = _PLAIN | {"text_config": _TEXT | {"num_nextn_predict_layers": count}}
+        assert hy_v4_vl.Config.from_hf(values) == config
+
+
+def test_another_text_is_refused() -> None:
+    for values in (llama()["llama"], hy_v4()["hy_v4"]):
+        with pytest.raises(UnsupportedError, match=f"type '{values['model_type']}' is not supported beside this tower"):
+            hy_v4_vl.Config.from_hf(_PLAIN | {"text_config": values})
 
 
 def test_what_is_not_read_is_refused() -> None:
