@@ -62,6 +62,7 @@ def test_there_are_cases() -> None:
     assert {case.config.model_type for case in CARRYING} == {
         "glm_moe_dsa",
         "hy_v4",
+        "hy_v4_vl_text",
         "glm5_next_text",
         "glm5_next",
         "rwkv7",

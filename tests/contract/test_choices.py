@@ -49,7 +49,7 @@ MIXED = segments((-3, 5, 11), (19,), (12, 3, -4), (-19,))
 
 def test_there_are_cases() -> None:
     mistral = {"mistral_large4", "mistral_large4_text"}
-    known = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"} | mistral
+    known = {"axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text"} | mistral
     assert {case.config.model_type for case in CHOOSING} == known and SHARED
     assert all(case.config.index_topk < 10 for case in CHOOSING)
 

@@ -23,7 +23,6 @@ from tests.support.cases import (
     Case,
     batch_of,
     cases,
-    covering,
     covering_blocks,
     forward,
     generic_params,
@@ -39,10 +38,11 @@ from tests.support.cases import (
 )
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
-# Those with masks, tables or tensors between layers of their own, since the test of the block captures each block.
+# Those with masks, tables or tensors between layers of their own; the test of the block captures each block.
 WHOLE = {"camembert", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text_e", "glm_moe_dsa", "gpt_neo", "gpt_oss"}
-WHOLE |= {"hrm_text_deep", "llama4_text"}
-GRAPHS = tuple(case for case in covering() if case.name in WHOLE)
+WHOLE |= {"hrm_text_deep", "llama4_text", "mistral_large4", "hy_v4"}
+GRAPHS = tuple(case for case in cases() if case.name in WHOLE)
+assert {case.name for case in GRAPHS} == WHOLE
 pytestmark = pytest.mark.slow
 MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -1), (-11, 1))
 
@@ -127,8 +127,7 @@ def guard(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-# The cases of the first test are captured there with all of their blocks; Inkling 2: see above.
-BLOCKS = [case for case in covering_blocks() if case not in GRAPHS and case.family != "inkling2"]
+BLOCKS = [case for case in covering_blocks() if case.family != "inkling2"]  # see above
 
 
 @pytest.mark.parametrize("case", BLOCKS, ids=str)

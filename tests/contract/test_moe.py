@@ -74,12 +74,12 @@ def fits(case: Case, experts: str) -> bool:
 
 
 def with_paths(cases: list[Case]) -> Any:
-    """The mark that runs a test with every implementation on the first case of each set of names, one on others."""
+    """The mark that runs a test with every implementation on the first case of each `mixture`, with one on others."""
     pairs, seen = [], set()
     for index, case in enumerate(cases):
         able = [path for path in ("loop", "grouped", "dense") if path != "grouped" or fits(case, path)]
-        pairs += [(case, path) for path in (able[index % len(able) :][:1] if mixture(case)[1] in seen else able)]
-        seen.add(mixture(case)[1])
+        pairs += [(case, path) for path in (able[index % len(able) :][:1] if mixture(case) in seen else able)]
+        seen.add(mixture(case))
     return pytest.mark.parametrize(("case", "experts"), pairs, ids=[f"{case}-{path}" for case, path in pairs])
 
 

@@ -16,6 +16,7 @@ from tests.support.cases import (
     Case,
     attention_of,
     batch_of,
+    family_structures,
     forward,
     generic_params,
     gradients,
@@ -34,9 +35,12 @@ from tests.support.cases import (
     with_kernels,
 )
 
-every_structure_and_kernel = with_kernels(layer_structures())
+every_structure_and_kernel = with_kernels(family_structures())
 every_block_and_kernel = with_kernels(tuple(map(short, richest())))
-every_representative_and_kernel = with_kernels(representatives())
+# Bugs are planted in the first.
+every_family_in_turn = with_kernels(
+    tuple(dict.fromkeys((representatives()[0], *map(short, richest(lambda case: case.family))))), in_turn=True
+)
 # Every model type too: the table of docs/models.md says for each whether packing holds.
 _TYPES = (*layer_structures(), *map(short, richest(lambda case: case.config.model_type)))
 
@@ -47,7 +51,7 @@ def test_packed_equals_separate(case: Case, kernel: str) -> None:
     testing.check_packing(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
-@every_representative_and_kernel
+@every_family_in_turn
 def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
     """P1 for rows that begin in the middle of a document; columns of a batch hold no complete windows of their own."""
     masks = batch_of(case.config, segments((4,))).prepared()[1]

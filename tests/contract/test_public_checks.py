@@ -37,7 +37,7 @@ def test_padding(case: Case, kernel: str) -> None:
     testing.check_padding(subject_of(case, kernel))
 
 
-@with_kernels(parts(), in_turn=True)
+@with_kernels(parts())
 @pytest.mark.parametrize("check", CHECKS_OF_PARTS, ids=lambda check: check.__name__)
 def test_check_of_parts(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 import fnmodels
-from fnmodels import tree
+from fnmodels import hy_v4, tree
 from fnmodels.models.common import context
 from tests.support.cases import Case, cases, collected, richest, tokens_of
 from tests.support.oracle import assert_close, model_of, params_of
@@ -94,7 +95,7 @@ def _compared(case: Case, values: dict[str, Any], tokens: torch.Tensor) -> bool:
 
 def _together(case: Case, changes: list[tuple[str, dict[str, Any]]]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
     """The changes that hide no other: those that our Config does not show, other factors, other sizes."""
-    family, groups = fnmodels.family_of(case.config), defaultdict[str, dict[str, dict[str, Any]]](dict)
+    family, groups = fnmodels.family_of(case.config), defaultdict[tuple[str, int], dict[str, dict[str, Any]]](dict)
     sizes, seen = _sizes(case.config), set[str]()
     for key, values in changes:
         with contextlib.suppress(fnmodels.errors.CheckpointError):
@@ -104,12 +105,27 @@ def _together(case: Case, changes: list[tuple[str, dict[str, Any]]]) -> Iterator
             seen.add(key)
             value = values.get(key, 1.0)  # of a rope, whose numbers are factors
             if config == case.config:
-                groups["not shown"][key] = values
+                kind = "not shown"
             elif isinstance(value, float):
-                groups["factors"][key] = values
+                kind = "factors"
             elif type(value) is int and _sizes(config) != sizes:
-                groups["sizes"][key] = values
+                kind = "sizes"
+            else:
+                continue
+            new = _new_value(key, values)
+            # Two fields of one value may be exchanged unseen.
+            number = next(n for n in count() if new not in [_new_value(*one) for one in groups[kind, n].items()])
+            groups[kind, number][key] = values
     yield from (list(group.items()) for group in groups.values() if len(group) > 1)
+
+
+def _new_value(key: str, values: dict[str, Any]) -> Any:
+    """The changed field's value; `key` as `changed` writes it."""
+    if not key.startswith("rope_parameters."):
+        return values.get(key)
+    _, name, field = key.split(".")
+    ropes = values["rope_parameters"]
+    return (ropes[name] if name else ropes)[field]
 
 
 def _sizes(config: Any) -> dict[str, Any]:
@@ -174,4 +190,17 @@ def test_a_field_that_is_read_and_not_used_is_seen(
     plain = getattr(owner, ours)
     monkeypatch.setattr(owner, ours, lambda *args, **options: plain(*args, **{**options, **fixed}))
     with pytest.raises(AssertionError, match=f"^{field}: off by"):
+        test_a_changed_field_is_followed_or_refused(case)
+
+
+def test_fields_that_are_exchanged_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that are equal at first."""
+    case = next(case for case in cases() if case.name == "hy_v4")
+    right = hy_v4.Config.hyper.fget
+
+    def exchanged(config: Any) -> Any:
+        return right(dataclasses.replace(config, hyper_eps=config.rms_norm_eps, rms_norm_eps=config.hyper_eps))
+
+    monkeypatch.setattr(hy_v4.Config, "hyper", property(exchanged))
+    with pytest.raises(AssertionError, match=r"^(hc_eps|rms_norm_eps): off by"):
         test_a_changed_field_is_followed_or_refused(case)

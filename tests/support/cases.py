@@ -250,6 +250,17 @@ def layer_structures() -> tuple[Case, ...]:
 
 
 @functools.cache
+def family_structures() -> tuple[Case, ...]:
+    """`layer_structures`, and a variant of each family beside them whose block another family has. Cut short.
+
+    For slow tests of what a family adds to its block, such as positions and embeddings.
+    """
+    found = {case.family: short(case) for case in richest(lambda case: case.family)}
+    found = {name: case for name, case in found.items() if name not in {case.family for case in layer_structures()}}
+    return (*layer_structures(), *found.values())
+
+
+@functools.cache
 def attention_of(case: Case) -> str:
     """What attention gets from the case's layers, a group for `richest`: rules, softcap, sinks, latent or lent keys."""
     family, none = fnmodels.family_of(case.config), torch.zeros(1, 0, dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -208,18 +209,21 @@ def few_types() -> list[Case]:
 
 
 def modes() -> list[tuple[Case, bool]]:
-    """Each of `few_types` with or without sequence=True, in turn; `representatives` with both.
+    """Each of `few_types` with or without sequence=True, in turn within its family; `representatives` with both.
 
     A step of models whose layers run several times is compared in test_hybrids: here torch adds the gradients of their
     passes as DTensors, for which it searches placements for minutes.
     """
-    shared = [case for case in TYPES if shareable(case) and not field_of(case.config, "passes")]
-    both, few = {case.name for case in representatives()}, few_types()
+    few = [case for case in few_types() if shareable(case) and not field_of(case.config, "passes")]
+    families, both = defaultdict[str, list[Case]](list), {case.name for case in representatives()}
+    for case in few:
+        families[case.family].append(case)
     return [
         (case, bool(i))
-        for n, case in enumerate(shared)
+        for number, of_family in enumerate(families.values())
+        for n, case in enumerate(of_family, number)
         for i in range(1 if reads_whole_rows(case) else 2)
-        if case in few and (case.name in both or reads_whole_rows(case) or i == n % 2)
+        if case.name in both or reads_whole_rows(case) or i == n % 2
     ]
 
 
