@@ -134,8 +134,8 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     few = sum(math.prod(leaf.shape) for leaf in flatten(family.spec(config)).values()) < _FEW
     device = "cpu" if few else "meta"
     positions = torch.arange(tokens, device=device).expand(batch, tokens)
-    if traits_of(family).inputs == "patches":  # (row, column, rows, columns)
-        positions = positions[..., None].expand(-1, -1, 4)
+    if traits_of(family).inputs == "patches":  # (row, column, rows, columns): an image of one patch
+        positions = torch.tensor([0, 0, 1, 1], device=device).expand(batch, tokens, 4)
     given: dict[str, Any] = {"positions": positions}
     if traits_of(family).reads_ids:
         given["token_ids"] = ids = torch.zeros(batch, tokens, dtype=torch.long, device=device)
