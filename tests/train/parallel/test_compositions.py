@@ -214,9 +214,11 @@ def test_what_depends_on_the_whole_batch(ranks: Ranks, name: str, mesh: str) -> 
     assert worst(ranks(4)(errors_of, name, mesh, {"schedule": "GPipe"}))[0] < LIMIT
 
 
-def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks) -> None:
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,fsdp=2"])
+def test_heads_for_further_tokens_behind_the_last_stage(ranks: Ranks, mesh: str) -> None:
     """They read the embedding once more, and run layers of their own, whose experts are balanced with the others."""
-    found = ranks(4)(errors_of, "mtp", "pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble"}, FOUR, 5)
+    world = Mesh.parse(mesh).world
+    found = ranks(world)(errors_of, "mtp", mesh, {"schedule": "InterleavedZeroBubble"}, FOUR, 5)
     every = {f"{path} after a step" for path in tree.flatten(spec_of("mtp", 5))} | {"counts"}
     assert {what for errors in found for what in errors} > every
     assert worst(found)[0] < LIMIT, worst(found)

@@ -38,14 +38,12 @@ class StageHooks:
     """Hooks by which the other dimensions of a mesh change a stage.
 
     full_states: gathers the sequence dimension of hidden states before they are sent. dtype: of hidden states between
-    stages; None: that of the layers' weights. split_backward: the schedule runs the passes for inputs and for weights
-    apart, and parameters are gathered or recomputed, so each layer's must be behind one autograd node. multiple: of
-    which lengths of padded microbatches are multiples. sharing: of what else is sent.
+    stages; None: that of the layers' weights. multiple: of which lengths of padded microbatches are multiples.
+    sharing: of what else is sent.
     """
 
     full_states: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype | None = None
-    split_backward: bool = False
     multiple: int = 1
     sharing: Sharing = NOTHING_SHARED
 
@@ -129,12 +127,11 @@ class StagedLoss:
 
     def _joint(self, params: Mapping[str, Any], last: bool) -> Mapping[str, Any]:
         """The params, where those that a split backward pass needs behind one autograd node went through `together`."""
-        family = fnmodels.family_of(self.pipe.config)
-        if self.pipe.schedule in SPLITTING and function_of(family, "shared") is not None:
+        if self.pipe.schedule not in SPLITTING:
+            return params
+        if function_of(fnmodels.family_of(self.pipe.config), "shared") is not None:
             joint: Mapping[str, Any] = together(params)  # paths of all layers meet in what they share
             return joint
-        if not self.hooks.split_backward:
-            return params
         rest = {name: value for name, value in params.items() if name != "layers"}
         layers = {number: together(layer) for number, layer in params["layers"].items()}
         return {**(together(rest) if last else rest), "layers": layers}

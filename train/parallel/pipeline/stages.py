@@ -19,7 +19,7 @@ from train.parallel.mesh import Mesh, Strategy, mesh_of
 from train.parallel.placement import Placed
 
 from .boundary import Sharing
-from .schedule import SPLITTING, Pipeline, pipeline
+from .schedule import Pipeline, pipeline
 from .staged_loss import StageHooks
 from .tree_split import copies, share
 
@@ -49,8 +49,7 @@ def counted_elsewhere(placed: Placed) -> frozenset[str]:
 def stages_of(placed: Placed, composed: Composed) -> tuple[Pipeline, dist.ProcessGroup, StageHooks]:
     """The arguments of `gradients.gradient_sums`, `loss_sums` and `outputs` for this rank's stages."""
     devices, strategy = placed.devices, placed.strategy
-    split = strategy.schedule in SPLITTING and (devices.size() > devices["pp"].size() or composed.remat)
     multiple = devices["tp"].size() if strategy.sequence else 1
     sharing = Sharing(composed.key_heads, devices["cp"].size(), composed.width)
-    hooks = StageHooks(composed.full_states, strategy.gather_dtype, split, multiple, sharing)
+    hooks = StageHooks(composed.full_states, strategy.gather_dtype, multiple, sharing)
     return pipeline_of(placed.config, mesh_of(devices), strategy), devices.get_group("pp"), hooks
