@@ -53,16 +53,18 @@ def cuts_of(folder: Path, to: Path, action: Callable[[], object]) -> list[tuple[
 
 def exit_before(change: int, action: Callable[[], object]) -> bool:
     """Whether `action` was through before its change number `change`, from 0, at which its process ends."""
+    return _forked(lambda: end_before(change, action)) == DONE
+
+
+def end_before(change: int, action: Callable[[], object]) -> None:
+    """Calls `action`; this process ends before its change number `change`, from 0, with the exit code `CUT`."""
 
     def end(number: int, name: str) -> None:
         if number == change:
             os._exit(CUT)
 
-    def counted() -> None:
-        with each_change(end):
-            action()
-
-    return _forked(counted) == DONE
+    with each_change(end):
+        action()
 
 
 def fail_at(change: int, action: Callable[[], object]) -> tuple[bool, str]:

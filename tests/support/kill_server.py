@@ -108,7 +108,7 @@ def run_job_limited(flags: list[str], limit: int) -> None:
 
 def run_job_cut(flags: list[str], change: int) -> None:
     """Runs the main job, whose process ends before its change number `change` of the file system."""
-    cuts.with_changes(change, lambda: os._exit(cuts.CUT), lambda: run_job(flags))
+    cuts.end_before(change, lambda: run_job(flags))
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
