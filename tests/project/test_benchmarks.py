@@ -285,7 +285,11 @@ def test_research(output: Output, ratio: Ratio) -> None:
         assert f"\n| {section} | " in out, out
 
 
-def test_programs_restart_themselves_to_give_memory_back(forks: Forks, tmp_path: Path) -> None:
+def test_programs_restart_themselves_to_give_memory_back(
+    forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in THRESHOLDS:  # which runs of other tests set for all that follows
+        monkeypatch.delenv(name, raising=False)
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\nfrom turns import give_back_memory\nprint('begun', flush=True)\ngive_back_memory()\n"
