@@ -87,7 +87,7 @@ class Server:
         return {name: float(value) for name, value in lines}
 
     def complaints(self) -> list[str]:
-        """What it wrote on standard error, but for what it says of requests that are no HTTP."""
+        """Its lines on standard error, without the warnings of invalid HTTP requests."""
         return [line.rstrip() for line in self.log if "Invalid HTTP request received" not in line]
 
     def stop(self) -> int | None:

@@ -67,7 +67,7 @@ def _gradients(case: Case, params: Any, tokens: Tensor) -> dict[str, list[Tensor
 def test_every_tensor_counts(case: Case) -> None:
     """A 2% change of any single tensor changes the logits, so no tensor has a value that hides its use.
 
-    Where the gradient says so by far, it is believed.
+    A gradient above ten times the bound takes the place of that pass.
     """
     tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
     theirs = logits_of(case.values, tokens)

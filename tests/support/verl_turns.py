@@ -117,7 +117,7 @@ def actors_images_differ(output: Any, made: Any, tokenizer: Any) -> int:
 
 
 async def refusals(made: Any, of_text: Any, output: Any) -> list[str]:
-    """What the rollout says to images where the weights are the text's, and to other images than the prompt's."""
+    """The errors for images where the weights are those of the text, and for other images than the prompt has."""
     said = []
     plain = {"temperature": 1.0, "max_tokens": 2}
     seen = pictures_of(output)

@@ -217,7 +217,7 @@ class Server:
         )
 
     def _edit(self) -> Hook | None:
-        """Of logits for draws, without tokens that verl would take for an image; log-probabilities are without this."""
+        """Masks the image and video tokens before a draw, because verl takes each for a picture; not for log_probs."""
         if self.images is None:
             return None
         never = torch.tensor(self.images.placeholders)

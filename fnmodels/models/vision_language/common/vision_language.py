@@ -153,7 +153,7 @@ def leftovers(config: Any) -> tuple[str, ...]:
 
 
 def in_memory(config: Any) -> dict[str, str]:
-    """What modules of the text are called where files say otherwise; see the trait `in_memory`."""
+    """The names in memory of the modules of the text that differ from those of files; see the trait `in_memory`."""
     return dict(traits_of(family_of(config.text)).in_memory)
 
 
