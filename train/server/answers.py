@@ -35,7 +35,7 @@ class TokenNats:
 
 @dataclass
 class Piece:
-    """More of a choice: its text, its tokens, and why it ends (None: it goes on)."""
+    """More of a choice: its text, its tokens where they are asked for, and why it ends (None: it goes on)."""
 
     text: str = ""
     tokens: list[TokenNats] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Call:
 
     def __init__(self, worker: Worker, model: Model, asked: Asked, metrics: Metrics) -> None:
         self._worker, self._model, self._asked, self._metrics = worker, model, asked, metrics
-        self._ready: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        self._ready, self._wake = list[tuple[int, Any]](), asyncio.Event()
         self._began, self._open = time.monotonic(), asked.choices
         self.generated, self._gone = 0, False
         self._tickets = [self._ticket(i, request=request) for i, request in enumerate(asked.requests)]
@@ -130,7 +130,8 @@ class Call:
                     item = kept
                     if kept.reason is None:
                         return
-            self._ready.put_nowait((choice, item))
+            self._ready.append((choice, item))
+            self._wake.set()
 
         return Ticket(put, **what)
 
@@ -138,10 +139,11 @@ class Call:
         """The client has closed the connection: `pieces` raises `ClientLeftError`, whatever is ready still."""
         self._gone = True
         self._worker.cancel(self._tickets)
-        self._ready.put_nowait((-1, ClientLeftError()))
+        self._wake.set()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(choice, what follows) until all choices have ended; the worker forgets the rest where this is left early.
+    async def pieces(self) -> AsyncIterator[dict[int, Piece]]:
+        """{choice: what follows} of all that is ready, until all choices have ended; the worker forgets the rest where
+        this is left early.
 
         Raises:
             ApiError: The worker could not answer.
@@ -151,42 +153,53 @@ class Call:
         try:
             waits = asked.echo and asked.nats is not None
             if asked.echo and not waits:
-                for choice in range(asked.choices):
-                    prompt = asked.prompts[choice // asked.n]
-                    yield choice, Piece(prompt.text, [], None if asked.requests else "length")
+                reason = None if asked.requests else "length"
+                texts = [prompt.text for prompt in asked.prompts for _ in range(asked.n)]
+                yield {choice: Piece(text, [], reason) for choice, text in enumerate(texts)}
             scored = set[int]() if waits else set(range(len(asked.prompts)))
             left = len(asked.requests) + (len(asked.prompts) if waits else 0)
-            ended = 0
-            while ended < left:
-                choice, item = await self._ready.get()
-                if self._gone:
-                    raise ClientLeftError
-                if isinstance(item, Exception):
-                    raise item if isinstance(item, (ApiError, ClientLeftError)) else _failed(item)
-                number = choice // asked.n
-                if isinstance(item, PromptScores):
-                    ended += 1
-                    scored.add(number)
-                    for own in range(number * asked.n, (number + 1) * asked.n):
-                        yield own, self._echoed(item, asked.prompts[number])
-                        for piece in late.pop(own, ()):
-                            yield own, piece
-                    continue
-                ended += item.reason is not None
-                if number in scored:
-                    yield choice, item
-                else:
-                    late.setdefault(choice, []).append(item)
+            while left:
+                found = dict[int, Piece]()
+                for choice, item in await self._all_ready():
+                    number = choice // asked.n
+                    if isinstance(item, Exception):
+                        if found:
+                            yield found
+                        raise item if isinstance(item, ApiError) else _failed(item)
+                    if isinstance(item, PromptScores):
+                        left -= 1
+                        scored.add(number)
+                        for own in range(number * asked.n, (number + 1) * asked.n):
+                            for piece in (self._echoed(item, asked.prompts[number]), *late.pop(own, ())):
+                                found.setdefault(own, Piece()).add(piece)
+                        continue
+                    left -= item.reason is not None
+                    if number in scored:
+                        found.setdefault(choice, Piece()).add(item)
+                    else:
+                        late.setdefault(choice, []).append(item)
+                if found:
+                    yield found
             self._metrics.observe("request_seconds", time.monotonic() - self._began)
         finally:
             self._worker.cancel(self._tickets)
+
+    async def _all_ready(self) -> list[tuple[int, Any]]:
+        """What has come since the last call, at least one item. ClientLeftError where the client has left."""
+        await self._wake.wait()
+        self._wake.clear()
+        if self._gone:
+            raise ClientLeftError
+        ready, self._ready = self._ready, []
+        return ready
 
     def _piece(self, event: Event) -> Piece:
         if self.generated == 0:
             self._metrics.observe("first_token_seconds", time.monotonic() - self._began)
         self.generated += 1
         reason = None if event.reason is None else REASONS[event.reason]
-        return Piece(event.text, [TokenNats(event.token, event.logp, event.likeliest)], reason)
+        tokens = [] if self._asked.nats is None else [TokenNats(event.token, event.logp, event.likeliest)]
+        return Piece(event.text, tokens, reason)
 
     def _echoed(self, scores: PromptScores, prompt: Prompt) -> Piece:
         tokens = []
@@ -220,26 +233,28 @@ class Answer:
     async def whole(self) -> dict[str, Any]:
         """The answer when all choices have ended."""
         found = [Piece() for _ in range(self._asked.choices)]
-        async for choice, piece in self._call.pieces():
-            found[choice].add(piece)
+        async for ready in self._call.pieces():
+            for choice, piece in ready.items():
+                found[choice].add(piece)
         choices = [{"index": i, **self._form.whole(piece, self._asked)} for i, piece in enumerate(found)]
         return {**self._head, "object": self._form.kind, "choices": choices, "usage": self._usage()}
 
     async def stream(self) -> AsyncGenerator[str]:
-        """Server-sent events, the last one [DONE]; an error is one of them."""
-        begun, offsets, held = set[int](), dict[int, int](), dict[int, Piece]()
+        """Server-sent events, those that are ready in one text, the last one [DONE]; an error is one of them."""
+        begun, offsets = set[int](), dict[int, int]()
         try:
-            async for choice, new in self._call.pieces():
-                piece = held.pop(choice, Piece())
-                piece.add(new)
-                if not (piece.text or piece.reason or (self._asked.nats is not None and piece.tokens)):
-                    held[choice] = piece  # text is held back until no later token changes it
-                    continue
-                offset = offsets.get(choice, 0)
-                written = self._form.chunk(piece, choice not in begun, self._asked, offset)
-                begun.add(choice)
-                offsets[choice] = offset + len(piece.text)
-                yield self._event({"choices": [{"index": choice, **written}]})
+            async for ready in self._call.pieces():
+                events = list[str]()
+                for choice, piece in ready.items():
+                    if not (piece.text or piece.reason or piece.tokens):
+                        continue  # text is held back until no later token changes it
+                    offset = offsets.get(choice, 0)
+                    written = self._form.chunk(piece, choice not in begun, self._asked, offset)
+                    begun.add(choice)
+                    offsets[choice] = offset + len(piece.text)
+                    events.append(self._event({"choices": [{"index": choice, **written}]}))
+                if events:
+                    yield "".join(events)
             if self._asked.usage:
                 yield self._event({"choices": [], "usage": self._usage()})
         except ApiError as error:

@@ -6,9 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import uvicorn
 
 from fnmodels.options import Kernel
 
@@ -63,10 +60,7 @@ def background(
     """
     service = Service(load(folder, name), limits or Limits(), kernel=kernel)
     routes = None if saves is None else tinker_routes(Trainer(service, saves))
-    settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": 10}
-    server = Listening(
-        uvicorn.Config(application(service, token=token, routes=routes), port=port, **settings), service.model.name
-    )
+    server = Listening(application(service, token=token, routes=routes), service.model.name, port=port, grace=10)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.urls:

@@ -106,7 +106,6 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.kernel is not None and arguments.kv_dtype is not None:
         raise UserError("--kernel invariant computes answers as training does, without --kv-dtype")
     import torch
-    import uvicorn
 
     from .app import Limits, Service, application
     from .listening import SWITCH, Listening
@@ -121,17 +120,10 @@ def serve(arguments: argparse.Namespace) -> int:
     kv_dtype = None if arguments.kv_dtype is None else torch.int8
     service = Service(model, limits, kv_dtype, arguments.kernel or "auto")
     routes = tinker_routes(Trainer(service, arguments.saves)) if arguments.train else None
-    config = uvicorn.Config(
-        application(service, token=token, routes=routes),
-        host=arguments.host,
-        port=arguments.port,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=arguments.grace,
-        backlog=2048,
-    )
+    app = application(service, token=token, routes=routes)
+    address: dict[str, Any] = {"host": arguments.host, "port": arguments.port, "backlog": 2048}
     sys.setswitchinterval(SWITCH)
-    Listening(config, model.name).run()
+    Listening(app, model.name, grace=arguments.grace, **address).run()
     return 0
 
 

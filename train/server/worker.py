@@ -15,14 +15,13 @@ from fnmodels.options import Kernel, is_invariant
 from fnmodels.tree import Tree
 from train.generation.batching import BatchSettings, ContinuousBatch
 from train.generation.checks import check_request, learned_positions
-from train.generation.requests import Request
+from train.generation.requests import Event, Request
 
 from .errors import ApiError
 from .metrics import Metrics
 from .scores import PromptScores, score_prompts
 
 SCORED = 4096  # tokens of prompts that are scored between two steps
-FEW = 8  # steps with half of the slots idle, after which these are left out: that is a copy, and so is a next request
 Deliver = Callable[[list[tuple["Ticket", Any]]], None]
 
 
@@ -69,7 +68,7 @@ class _Line:
     admitting: list[Ticket] = field(default_factory=list)  # those of `running` whose prompts are computed
     single: int = 0  # how many are taken one by one, because one of them fails
     batch: ContinuousBatch | None = None  # of the worker's thread alone
-    few: int = 0  # the last steps for which half of its slots were idle and no request waited
+    idle: int = 0  # rows of steps without a request since the last copy of the slots, while no request waited
 
     def tickets(self) -> list[Ticket]:
         return [*self.waiting, *self.scores, *self.running.values()]
@@ -247,9 +246,7 @@ class Worker:
             begin = time.monotonic()
             with torch.no_grad():
                 self._admit(batch, line)
-                idle = not line.waiting and 2 * len(line.running) <= batch.allocated
-                line.few = line.few + 1 if idle else 0
-                events = batch.draw(shrink=line.few >= FEW)
+                events = self._draw(batch, line)
         except Exception as error:  # of the model: none of its requests can go on
             with self._changed:
                 lost = [*line.running.values(), *(() if line.batch else line.waiting)]
@@ -267,6 +264,19 @@ class Worker:
                     del line.running[event.row]
             self._measure()
         self._deliver([(ticket, ticket.error or event) for event, ticket in zip(events, tickets, strict=True)])
+
+    def _draw(self, batch: ContinuousBatch, line: _Line) -> list[Event]:
+        """A token of each request under way; idle slots are left out once they have cost what it takes to do so.
+
+        To leave them out copies the others, and so does a next request. A copy takes about a row of a step for each
+        slot that is copied. So the cost is at most twice that of knowing when the next request comes.
+        """
+        allocated, active = batch.allocated, len(line.running)
+        line.idle = 0 if line.waiting else line.idle + allocated - active
+        events = batch.draw(shrink=line.idle >= active)
+        if batch.allocated != allocated:
+            line.idle = 0
+        return events
 
     def _admit(self, batch: ContinuousBatch, line: _Line) -> None:
         """Takes requests as slots become free, and computes a chunk of their prompts.

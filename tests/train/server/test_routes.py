@@ -22,7 +22,7 @@ from fnmodels.errors import UserError
 from tests.support.served import Served, byte_tokenizer, serving, write_checkpoint
 from train.generation.batching import ContinuousBatch
 from train.generation.sampling import Sampling
-from train.server.worker import FEW, Ticket
+from train.server.worker import Ticket
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -296,7 +296,8 @@ def test_requests_of_clients_that_leave_end_and_the_others_are_answered(folder: 
         assert _count(server, "fnmodels_generated_tokens_total") < 2 * 250
 
 
-def test_steps_leave_out_idle_slots_where_half_of_them_are(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_leave_out_idle_slots_once_they_have_cost_a_copy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of eight are idle: the third step would make six idle rows, as many as are copied."""
     draw, widths = ContinuousBatch.draw, list[int]()
 
     def noted(self: Any, **options: Any) -> Any:
@@ -306,13 +307,13 @@ def test_steps_leave_out_idle_slots_where_half_of_them_are(folder: Path, monkeyp
         return events
 
     monkeypatch.setattr(ContinuousBatch, "draw", noted)
-    with serving(folder, slots=4) as server:
-        long = _open_request(server, {"prompt": ["a", "b"], "max_tokens": 100, "ignore_eos": True})
-        _until(lambda: _count(server, "fnmodels_running") == 2)
-        assert server.send(TEXT, {"prompt": ["c", "d"], "max_tokens": 2, "ignore_eos": True})[0] == 200
+    with serving(folder, slots=8) as server:
+        long = _open_request(server, {"prompt": list("abcdef"), "max_tokens": 100, "ignore_eos": True})
+        _until(lambda: _count(server, "fnmodels_running") == 6)
+        assert server.send(TEXT, {"prompt": ["g", "h"], "max_tokens": 2, "ignore_eos": True})[0] == 200
         _until(lambda: _count(server, "fnmodels_running") == 0)
         long.close()
-    assert 4 in widths and widths[-1] == 2 and widths.count(4) < 2 * FEW
+    assert widths.count(8) == 2 + 2 and widths[-1] == 6
 
 
 def test_bodies_and_queues_have_bounds(folder: Path) -> None:
