@@ -92,6 +92,7 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
 
 # Which states heads read: "raw", those before norms, or "shared", the model's for every head. Others: normalized ones.
 READS = {"mimo_v2_flash": "shared", "ernie4_5_moe": "raw", "minimax_m3_vl_text": "raw", "minimax_m3_vl": "raw"}
+READS |= {"step3p5": "raw"}
 
 
 def one_document(x: Tensor, block: Any, tokens: Tensor, config: Any) -> Tensor:

@@ -54,11 +54,12 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters}, counted by hand from the shapes, without MTP layers."""
+    """{name: number of parameters}, counted by hand from the shapes; published as 196B and three heads of 0.81B."""
     D, H = 4096, 128
     full, near = (2 * D * n * H + 2 * D * 8 * H + D * n + 2 * H + 2 * D for n in (64, 96))
     sparse = 289 * 3 * D * 1280 + 288 * D + 288
-    return {"step_3_5_flash": 2 * 128896 * D + D + 12 * full + 33 * near + 42 * sparse + 3 * 3 * D * 11264}
+    head = 2 * D * D + 3 * D + near + 3 * D * 11264 + 128896 * D
+    return {"step_3_5_flash": 2 * 128896 * D + D + 12 * full + 33 * near + 42 * sparse + 3 * 3 * D * 11264 + 3 * head}
 
 
 # As published, but for the code that it names.

@@ -71,11 +71,19 @@ def check_kinds(config: Any, kinds: Sequence[str], *, most: int | None = None) -
                 )
 
 
-def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0, own_norm: bool = True) -> Tree:
+def heads(
+    config: Any,
+    block: Tree | list[Tree],
+    *,
+    norm_value: float = 1.0,
+    own_norm: bool = True,
+    own_output: bool = False,
+) -> Tree:
     """{"mtp": [the parameters of each MTP head]} around those of a `block`; {} for a config without MTP heads.
 
     block: the parameters of its layer, or a list of those of its layers. norm_value: with which norms of the residual
-    stream begin. own_norm: whether a head has a final norm of its own; else it is the model's.
+    stream begin. own_norm, own_output: whether a head has a final norm and an output head of its own; else they are
+    the model's.
     """
     D, std = config.hidden_size, config.initializer_range
     of_stream = norm(D, "embed", norm_value)
@@ -85,6 +93,7 @@ def heads(config: Any, block: Tree | list[Tree], *, norm_value: float = 1.0, own
         "eh_proj": weight((D, 2 * D), ("embed", "token_and_state"), std),
         "block": block,
         **({"norm": of_stream} if own_norm else {}),
+        **({"lm_head": weight((config.vocab_size, D), ("vocab", "embed"), std)} if own_output else {}),
     }
     return {"mtp": [head] * config.num_nextn_predict_layers} if config.num_nextn_predict_layers else {}
 

@@ -5,12 +5,12 @@ a gate for each head. Sliding layers have a number of query heads and a rotary t
 layers have experts, chosen by sigmoid scores and a selection bias without a gradient, and a shared one. The activation
 of some layers has limits, other ones in experts than in shared experts and dense MLPs.
 
-The text of Step 3.7 Flash is the same, read from its files with part="text". MTP layers, which slide and are dense
-whatever the last layer is, are not read.
+The text of Step 3.7 Flash is the same, read from its files with part="text". MTP heads are sliding layers with an MLP
+without limits, and each has an output head of its own: `fnmodels.mtp`.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.models.common import decoder, storage
+from fnmodels.models.common import decoder, mtp, storage
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, renamed, shown
 from fnmodels.models.common.context import Context, with_context
@@ -53,6 +53,8 @@ TRAITS = Traits(
     kinds=(*_PLAIN, *(f"{kind}_{form}" for kind in _PLAIN for form in range(_FORMS))),
     routed=True,
     router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="raw",
     in_memory={
         r"\.moe\.router_bias$": ".mlp.gate.e_score_correction_bias",
         r"\.moe\.": ".mlp.",
@@ -60,6 +62,7 @@ TRAITS = Traits(
     },
 )
 
+_HEAD = ("sliding",)  # the layer that is an MTP head's block
 _FULL, _NEAR = "full_attention", "sliding_attention"
 _NAMES = {  # {name in the published files: that of transformers}
     "num_attention_groups": "num_key_value_heads",
@@ -69,8 +72,9 @@ _NAMES = {  # {name in the published files: that of transformers}
     "num_mtp_layers": "num_nextn_predict_layers",
 }
 _LIMITS = ("swiglu_limits", "swiglu_limits_shared")
+_ROPES = ("rope_theta", "partial_rotary_factors")
 # Fields with an entry for each layer, and one for each MTP layer after them.
-_LISTS = ("layer_types", "mlp_layer_types", "rope_theta", "partial_rotary_factors", *_LIMITS)
+_LISTS = ("layer_types", "mlp_layer_types", *_ROPES, *_LIMITS)
 _ON_DISK = (
     *((r"\.mlp\.selection_proj\.bias", ".moe.router_bias"), (r"\.mlp\.router\.", ".moe.gate.")),
     *((r"\.mlp\.experts\.", ".moe."), (r"\.mlp\.shared_expert\.", ".share_expert."), (r"attn\.gate_", "attn.g_")),
@@ -82,12 +86,11 @@ _EXPECTED |= {"use_moe_router_bias": True, "sink": False, "use_rope_layers": [],
 _EXPECTED |= {"hidden_act": "silu", "mlp_bias": False, "gating": True, "use_bidirectional_attention": False}
 _IGNORED = (  # the publisher computes the router in fp32 (need_fp32_gate), transformers in the dtype of its weight
     *("need_fp32_gate", "moe_layer_offset", "moe_every_n_layer"),
-    *("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
 )
 _SAVED = (
     *("num_experts_per_tok", "n_routed_experts", "moe_intermediate_size", "share_expert_dim"),
     *("moe_router_scaling_factor", "rms_norm_eps", "attention_bias", "query_pre_attn_scalar", "hidden_act"),
-    "sliding_window",
+    *("sliding_window", "num_nextn_predict_layers"),
 )
 
 
@@ -112,6 +115,7 @@ class Config(decoder.BaseConfig):
     attention_bias: bool = False
     sliding_window: int | None = None
     max_position_embeddings: int = 128000
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,6 +129,7 @@ class Config(decoder.BaseConfig):
             )
         object.__setattr__(self, "query_pre_attn_scalar", float(self.query_pre_attn_scalar or self.head_dim))
         self._order_limits()
+        mtp.check_kinds(self, _HEAD)
 
     def _order_limits(self) -> None:
         """Checks `limits`, and puts them in the order of their first layers, so that one model is one Config."""
@@ -141,7 +146,9 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = _published(renamed(Fields(values), _NAMES))
+        fields = renamed(Fields(values), _NAMES)
+        heads = fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT)
+        fields = _published(fields, heads)
         model_type = fields.choice("model_type", MODEL_TYPES)
         for name, value in _EXPECTED.items():
             fields.expect(name, value)
@@ -177,9 +184,10 @@ class Config(decoder.BaseConfig):
                 ("sliding" if near else "full") + "_moe" * (not mlp) + (f"_{pairs.index(pair)}" if any(pair) else "")
                 for near, mlp, pair in zip(slides, dense, by_layer, strict=True)
             ),
+            num_nextn_predict_layers=heads,
             model_type=model_type,
         )
-        return decoder.finished(config, fields, _IGNORED)
+        return decoder.finished(config, fields, (*_IGNORED, "num_nextn_predict_layers"))
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect of transformers."""
@@ -197,10 +205,11 @@ class Config(decoder.BaseConfig):
         return decoder.decoder_to_hf(self, "Step3p5ForCausalLM", *_SAVED, **own)
 
 
-def _published(fields: Fields) -> Fields:
+def _published(fields: Fields, heads: int) -> Fields:
     """The fields with those of the published files in the form of transformers, without entries of MTP layers."""
     layers = fields.integer("num_hidden_layers", high=LAYERS_LIMIT)
-    every = layers + fields.integer("num_nextn_predict_layers", 0, low=0, high=mixture.HEADS_LIMIT)
+    every = layers + heads
+    _expect_heads(fields, layers, heads)
     values = {
         name: value[:layers] if name in _LISTS and isinstance(value, list) and len(value) == every else value
         for name, value in fields.values.items()
@@ -210,10 +219,10 @@ def _published(fields: Fields) -> Fields:
         texts = named.split(",") if isinstance(named, str) else named
         if isinstance(texts, list):
             texts = [int(one) if str(one).strip().isdecimal() else one for one in texts if one != ""]
-        routed = mixture.numbers_of_layers(fields, "moe_layers_enum", texts, every)
+        routed = mixture.numbers_of_layers(fields, "moe_layers_enum", texts, layers)
         values["mlp_layer_types"] = ["sparse" if index in routed else "dense" for index in range(layers)]
     slides = decoder.sliding_layers(Fields(values, fields.where), [False] * layers)
-    nested, types = values.get("rope_parameters"), decoder.layer_types(slides)
+    nested = values.get("rope_parameters")
     if nested is None:
         values["rope_parameters"] = _ropes(fields, values, slides)
     elif not isinstance(nested, Mapping) or not set(nested) & {_FULL, _NEAR}:
@@ -221,15 +230,35 @@ def _published(fields: Fields) -> Fields:
             f"{fields.where}: 'rope_parameters' is {shown(nested)}, but must have an object for each of {_FULL} and "
             f"{_NEAR}."
         )
-    else:  # transformers drops those without a layer
-        values["rope_parameters"] = {kind: nested[kind] for kind in nested if kind in types}
     return Fields(values, fields.where)
+
+
+def _expect_heads(fields: Fields, layers: int, heads: int) -> None:
+    """UnsupportedError for MTP layers that are not what the published ones are: sliding, dense and without limits."""
+    allowed: dict[str, Sequence[Any]] = dict.fromkeys(_LIMITS, (0.0, 0, None))
+    allowed |= dict.fromkeys(("layer_types", "mtp_layer_types"), (_NEAR,))
+    allowed |= dict.fromkeys(("mlp_layer_types", "mtp_mlp_layer_types"), ("dense",))
+    slides = fields.values.get("layer_types")
+    if isinstance(slides, list) and _NEAR in slides:
+        near = slides.index(_NEAR)
+        listed = {name: fields.values.get(name) for name in _ROPES}
+        allowed |= {name: value[near : near + 1] for name, value in listed.items() if isinstance(value, list)}
+    for name, known in allowed.items():
+        value, first = fields.values.get(name), 0 if name.startswith("mtp_") else layers
+        if not heads or not isinstance(value, list) or len(value) != first + heads:
+            continue
+        odd = [one for one in value[first:] if one not in known]
+        if odd:
+            raise UnsupportedError(
+                f"{fields.where}: {name!r} has {shown(odd[0])} for an MTP layer, but MTP layers of this family slide "
+                "as the others do, and have an MLP without limits."
+            )
 
 
 def _ropes(fields: Fields, values: ConfigJson, slides: list[bool]) -> ConfigJson:
     """`rope_parameters` by layer type, from the lists in `values`, which are removed; full layers have the scaling."""
     ropes: dict[bool, ConfigJson] = {False: {}, True: {}}
-    for name in ("rope_theta", "partial_rotary_factors"):
+    for name in _ROPES:
         value = values.pop(name, None)
         listed = value if isinstance(value, list) else [value] * len(slides)
         by_type = {} if value is None else decoder.by_window(fields, name, listed, slides, None)
@@ -283,24 +312,42 @@ def spec(config: Config) -> Tree:
         experts = moe_leaves(D, config.n_routed_experts, config.moe_intermediate_size, **flags)
         return layer_leaves(D, attention, experts if kind.routed else usual_mlp(config), norm_value=0.0)
 
-    return decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)], norm_value=0.0)
+    leaves = decoder_leaves(config, [layer(kind) for kind in parsed(config.layer_kinds)], norm_value=0.0)
+    own_output = not config.tie_word_embeddings
+    return leaves | mtp.heads(config, layer(parsed(_HEAD)[0]), norm_value=0.0, own_output=own_output)
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is an MTP head's block."""
+    return _HEAD
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}; experts are three tensors [E, out, in]."""
-    names: dict[str, Stored] = {path: decoder.decoder_name(path) for path in flatten(spec(config))}
+    flat = flatten(spec(config))
+    names: dict[str, Stored] = {path: decoder.decoder_name(path) for path in flat if not path.startswith("mtp.")}
     for pattern, new in _ON_DISK:
         names = {path: storage.renamed(name, pattern, new) for path, name in names.items()}
-    return names
+    if not config.num_nextn_predict_layers:
+        return names
+    # vLLM, vllm/model_executor/models/step3p5_mtp.py at 12c9ac281e8d: these names, and the maths; so does SGLang,
+    # python/sglang/srt/models/step3p5_mtp.py at 03d73863b6f9, which says that heads are chained before their norms.
+    around = {"norm": "transformer.shared_head.norm", "lm_head": "transformer.shared_head.output"}
+    block_names, first = hf_names(mtp.blocks(config)[0]), config.num_hidden_layers
+    heads = mtp.names_of(config, block_names, "model.layers.{}.", first=first, around=around)
+    return names | {path: name for path, name in heads.items() if path in flat}
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Patterns of the tensors of MTP layers, which stand after the last layer."""
+    """Patterns of the tensors of MTP layers that the config does not count, which stand after the last layer."""
+    if config.num_nextn_predict_layers:
+        return ()
     first = config.num_hidden_layers
     return (rf"model\.layers\.({'|'.join(str(first + k) for k in range(mixture.HEADS_LIMIT))})\..*",)
 
 
 freqs_cis = decoder.freqs_cis_by_window
+stream_norm = rms_norm_zero_centered
 
 
 def _split(kind: str) -> tuple[str, int | None]:

@@ -29,7 +29,7 @@ PUBLISHED: dict[str, Any] = {
     "moe_layers_enum": "1,2",
     "layer_types": [*TINY["layer_types"], "sliding_attention"],
     "swiglu_limits": [*TINY["swiglu_limits"], 0.0],
-    "swiglu_limits_shared": [*TINY["swiglu_limits_shared"], 9.0],
+    "swiglu_limits_shared": [*TINY["swiglu_limits_shared"], 0.0],
     "rope_theta": [40.0, 20.0, 40.0, 20.0],
     "partial_rotary_factors": [0.5, 1.0, 0.5, 1.0],
     "rope_scaling": {
@@ -41,9 +41,10 @@ PUBLISHED: dict[str, Any] = {
 }
 
 
-def test_the_published_form_without_entries_of_mtp_layers_is_the_same_model() -> None:
-    assert step3p5.Config.from_hf(PUBLISHED) == CONFIG
-    assert step3p5.Config.from_hf(PUBLISHED | {"moe_layers_enum": [1, 2]}) == CONFIG
+def test_the_published_form_is_the_same_model() -> None:
+    wanted = dataclasses.replace(CONFIG, num_nextn_predict_layers=1)
+    assert step3p5.Config.from_hf(PUBLISHED) == wanted
+    assert step3p5.Config.from_hf(PUBLISHED | {"moe_layers_enum": [1, 2]}) == wanted
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,12 @@ def test_the_published_form_without_entries_of_mtp_layers_is_the_same_model() ->
         ({"swiglu_limits": [0.0, 1.0]}, ConfigError, "'swiglu_limits' is .* must list 3 numbers or null"),
         ({"swiglu_limits": [0.0, "a", 0.0]}, ConfigError, "must list 3 numbers or null"),
         ({"swiglu_limits_shared": [0.0, -1.0, 0.0]}, ConfigError, "two numbers of at least 0"),
-        ({"moe_layers_enum": "1-2"}, ConfigError, "must be a list of at most 4 numbers of layers"),
+        ({"moe_layers_enum": "1-2"}, ConfigError, "must be a list of at most 3 numbers of layers"),
+        ({"moe_layers_enum": "1,2,3"}, ConfigError, "must be a list of at most 3 numbers of layers"),
+        ({"layer_types": [*TINY["layer_types"], "full_attention"]}, UnsupportedError, "for an MTP layer"),
+        ({"swiglu_limits_shared": [0.0, 0.0, 0.0, 9.0]}, UnsupportedError, "has 9.0 for an MTP layer"),
+        ({"rope_theta": [40.0, 20.0, 40.0, 21.0]}, UnsupportedError, "has 21.0 for an MTP layer"),
+        ({"mtp_mlp_layer_types": ["sparse"]}, UnsupportedError, "'mtp_mlp_layer_types' has \"sparse\" for an MTP"),
         ({"yarn_only_types": ["sliding_attention"]}, UnsupportedError, "'yarn_only_types' is"),
         ({"rope_parameters": {"factor": 2.0}}, UnsupportedError, "must have an object for each of full_attention"),
         ({"zero_centered": False}, UnsupportedError, "'zero_centered' is false"),
@@ -83,7 +89,31 @@ def test_limits_are_in_the_order_of_their_layers() -> None:
         dataclasses.replace(CONFIG, limits=limits[:1])
 
 
-def test_a_file_with_mtp_layers_is_read_without_them(tmp_path: Path) -> None:
+# vLLM's step3p5_mtp.py reads these names.
+HEAD = {"enorm", "hnorm", "eh_proj", "transformer.shared_head.norm", "transformer.shared_head.output"}
+HEAD |= {"input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"}
+HEAD |= {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "g_proj", "q_norm", "k_norm")}
+
+
+def test_heads_have_the_published_names(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, num_nextn_predict_layers=2)
+    wanted = generic_params(config)
+    P.save_pretrained(tmp_path, config, wanted)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for head in (3, 4):
+        found = {name.removeprefix(f"model.layers.{head}.") for name in tensors if f".layers.{head}." in name}
+        assert {name for name in found if not name.endswith(".bias")} == {f"{name}.weight" for name in HEAD}
+        at = f"model.layers.{head}."
+        assert tensors[f"{at}transformer.shared_head.output.weight"].shape == (config.vocab_size, config.hidden_size)
+        assert tensors[f"{at}self_attn.q_proj.weight"].shape == (6 * config.head_dim, config.hidden_size)
+    again, params = P.load_pretrained(tmp_path, copy=True)
+    assert again == config
+    leaves = tree.flatten(wanted)
+    assert all(torch.equal(leaf, leaves[path]) for path, leaf in tree.flatten(params).items())
+    assert not torch.equal(params["mtp"][0]["lm_head"], params["mtp"][1]["lm_head"])
+
+
+def test_mtp_layers_that_the_config_does_not_count_are_left_out(tmp_path: Path) -> None:
     wanted = generic_params(CONFIG)
     P.save_pretrained(tmp_path, CONFIG, wanted)
     file = tmp_path / "model.safetensors"

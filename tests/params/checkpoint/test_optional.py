@@ -135,6 +135,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         *(f"model.mtp.layers.0.{one}" for one in ("pre_mlp_layernorm", "mlp.down_proj", "final_layernorm")),
         "model.mtp.layers.0.self_attn.attention_sink_bias",
     ),
+    "step3p5": (
+        *(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "input_layernorm", "self_attn.g_proj", "mlp.up_proj")),
+        *(f"LAST.transformer.shared_head.{one}" for one in ("norm", "output")),
+    ),
     "nemotron_h_moe": (
         *(f"mtp.layers.0.{one}" for one in ("enorm", "hnorm", "eh_proj", "norm", "mixer.q_proj", "mixer.o_proj")),
         *(f"mtp.layers.1.{one}" for one in ("norm", "mixer.gate", "mixer.experts.0.up_proj", "final_layernorm")),

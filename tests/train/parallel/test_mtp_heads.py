@@ -12,6 +12,8 @@ from train.parallel import Mesh
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("fsdp=2", {}, {"remat": "full"}),
     "tp": ("tp=2", {}, {}),
+    "sequence": ("tp=2", {"sequence": True}, {}),
+    "cp": ("cp=2", {}, {}),
     "pp": ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
 }
 

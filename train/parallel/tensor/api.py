@@ -166,12 +166,7 @@ class TensorParallel:
                 continue
             leaf = leaf if name == "layers" else tree.map(local, leaf)
             if name in ("embed_tokens", "lm_head") and VOCAB in self.sharded:
-                if isinstance(leaf, lora.Lora):
-                    raise ValueError(
-                        f"{name} has an adapter, and over 'tp' the vocabulary is sharded, where adapters are "
-                        "not known: leave it out of their targets, or vocab out of the rules."
-                    )
-                leaf = Vocab(leaf, self.region)
+                leaf = self._vocab(name, leaf)
             elif name == "ngrams" and NGRAM in self.sharded:
                 tables = zip(leaf["tables"], self.tables, strict=True)
                 leaf = leaf | {"tables": [TableRows(table, self.region, rows, of_all=True) for table, rows in tables]}
@@ -179,11 +174,26 @@ class TensorParallel:
                 leaf = self.region.shared(leaf)
             elif (name.startswith(("norm", "score")) or name == "head") and self.region.sequence:
                 leaf = tree.map(self.region.shared, leaf)
-            elif name == "mtp" and self.region.sequence:
-                shared = functools.partial(tree.map, self.region.shared)  # of a weight with its adapter too
-                leaf = [{n: x if n == "block" else shared(x) for n, x in head.items()} for head in leaf]
+            elif name == "mtp":
+                leaf = [{n: self._of_head(n, part) for n, part in head.items()} for head in leaf]
             made[name] = leaf
         return made
+
+    def _of_head(self, name: str, leaf: Any) -> Any:
+        """A part of an MTP head: its block is as layers are, and its output head as the model's."""
+        if name == "lm_head" and VOCAB in self.sharded:
+            return self._vocab("mtp.*.lm_head", leaf)
+        whole = name == "block" or not self.region.sequence
+        return leaf if whole else tree.map(self.region.shared, leaf)  # of a weight with its adapter too
+
+    def _vocab(self, name: str, leaf: Any) -> Vocab:
+        """A table of tokens as this rank's rows. ValueError if it has an adapter."""
+        if isinstance(leaf, lora.Lora):
+            raise ValueError(
+                f"{name} has an adapter, and over 'tp' the vocabulary is sharded, where adapters are not known: leave "
+                "it out of their targets, or vocab out of the rules."
+            )
+        return Vocab(leaf, self.region)
 
     def _layer(self, layer: Tree, uses: Mapping[str, Use]) -> Tree:
         """The layer's local tensors, wrapped according to their roles."""
