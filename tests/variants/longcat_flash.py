@@ -30,6 +30,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
     "tie_word_embeddings": False,
+    "num_nextn_predict_layers": 0,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -102,13 +103,13 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters}, counted by hand from the shapes; published as 560B."""
+    """{name: number of parameters}, counted by hand from the shapes; published as 560B, with the MTP head beside it."""
     D, heads = 6144, 64
     attention = D * 1536 + 1536 + 1536 * heads * 192 + D * 576 + 512 + 512 * heads * 256 + heads * 128 * D
     half = attention + 2 * D + 3 * D * 12288
     experts = 512 * 3 * D * 2048 + 768 * D + 768
-    return {"longcat_flash_chat": 2 * 131072 * D + D + 28 * (2 * half + experts)}
+    return {"longcat_flash_chat": 2 * 131072 * D + D + 28 * (2 * half + experts) + 2 * D * D + 3 * D + half}
 
 
 NO_FILE = {"longcat_flash_ngram": "no copy is at hand; its preset has the published sizes"}
-TOTALS: dict[str, int | str] = {"longcat-flash": "560B", "longcat-flash-lite": "68.5B"}
+TOTALS: dict[str, int | str] = {"longcat-flash": "561B", "longcat-flash-lite": "68.5B"}

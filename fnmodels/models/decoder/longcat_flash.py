@@ -10,7 +10,10 @@ its experts return their input. Here each half is a layer:
 so that `num_hidden_layers` is twice the files' num_layers. The first half's MLP stands in the tree as the shared expert
 of its mixture. Queries and the latents of keys are multiplied by the square root of the width over that of the latent.
 
-LongCat-Flash-Lite (longcat_flash_ngram, 69B-A3B) adds embeddings of n-grams, see `fnmodels.ops.embedding`.
+The files of LongCat-Flash have an MTP head, whose block is one such attention and an MLP: `fnmodels.mtp`.
+
+LongCat-Flash-Lite (longcat_flash_ngram, 69B-A3B) adds embeddings of n-grams, see `fnmodels.ops.embedding`. Whether an
+MTP head of it would read them no public source says, and none is read.
 """
 
 import functools
@@ -21,12 +24,12 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder, mla
+from fnmodels.models.common import decoder, mla, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, freqs_cis, unembed  # noqa: F401
-from fnmodels.models.common.family import LayerKind, Traits
+from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.rope_config import rope_from_hf
 from fnmodels.models.common.spec import (
     decoder_leaves,
@@ -38,6 +41,7 @@ from fnmodels.models.common.spec import (
     weight,
 )
 from fnmodels.models.common.storage import Stored
+from fnmodels.models.common.storage import renamed as renamed_part
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.embedding import NgramHash, add_ngrams, ngram_rows
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
@@ -45,11 +49,13 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("longcat_flash", "longcat_flash_ngram")
 ROUTER = RouterDtypes(param="wide", projection="wide", score="wide", output="wide")
+_HALVES = ("full_moe", "full_joins")
+_HEAD = ("full",)  # the layer that is the block of the MTP head
 TRAITS = Traits(
-    kinds=("full_moe", "full_joins"),
+    kinds=(*_HALVES, *_HEAD),
     routed=True,
     router=ROUTER,
-    unread={"mtp": r"model\.mtp\..*"},
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
 )
 _RENAMED = {
     "ffn_hidden_size": "intermediate_size",
@@ -77,6 +83,7 @@ class Config(decoder.BaseConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of the projections that read x, and of o
     max_position_embeddings: int = 131072
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
     ngram_size: int = 0  # tokens of the longest n-gram that is embedded beside each token; 0: none is
     ngram_heads: int = 1  # tables of each order of n-grams
     ngram_ratio: float = 1.0  # rows of a table over those of the vocabulary
@@ -85,15 +92,16 @@ class Config(decoder.BaseConfig):
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         object.__setattr__(self, "head_dim", self.qk_rope_head_dim)
-        halves = TRAITS.kinds * (self.num_hidden_layers // 2)
+        halves = _HALVES * (self.num_hidden_layers // 2)
         if not self.layer_kinds:
             object.__setattr__(self, "layer_kinds", halves)
-        if self.layer_kinds != halves:
+        if self.layer_kinds not in (halves, _HEAD):
             raise ConfigError(
                 f"layer_kinds is {self.layer_kinds} for num_hidden_layers {self.num_hidden_layers}; each layer has two "
-                f"halves, {' and '.join(TRAITS.kinds)}."
+                f"halves, {' and '.join(_HALVES)}."
             )
         super().__post_init__()
+        mtp.check_kinds(self, _HEAD, most=0 if self.ngram_size else 1)
         mixture.check_experts(self.n_routed_experts, self.num_experts_per_tok)
         decoder.check_sizes(self, "moe_intermediate_size", *["zero_expert_num"] * bool(self.zero_expert_num))
         if self.ngram_size and (self.ngram_size < 2 or self.hidden_size % ((self.ngram_size - 1) * self.ngram_heads)):
@@ -139,7 +147,7 @@ class Config(decoder.BaseConfig):
             zero_expert_num=fields.integer("zero_expert_num", 256, low=0, high=mixture.experts_limit(layers)),
             routed_scaling_factor=scale,
             rope=rope,
-            **(_ngrams_from_hf(fields) if model_type == "longcat_flash_ngram" else {}),
+            **_ngrams_or_heads(fields, model_type),
             model_type=model_type,
         )
         return decoder.finished(config, fields)
@@ -153,6 +161,8 @@ class Config(decoder.BaseConfig):
         if self.ngram_size:
             architecture = "LongcatFlashNgramForCausalLM"
             own |= {old: getattr(self, new) for old, new in _NGRAMS.items()} | {"eos_token_id": self.ngram_end}
+        else:
+            own |= {_HEADS: self.num_nextn_predict_layers}
         made = decoder.decoder_to_hf(self, architecture, *mla.NAMES, *names, **own)
         for name in ("num_hidden_layers", "intermediate_size"):
             del made[name]
@@ -167,8 +177,14 @@ _NGRAMS = {
 _EXPERTS = {"moe_intermediate_size": 2048, "num_experts_per_tok": 12, "n_routed_experts": 512}
 
 
-def _ngrams_from_hf(fields: Fields) -> dict[str, Any]:
-    """The Config fields of n-grams. The id that ends a text is kept for saving as in other families."""
+_HEADS = "num_nextn_predict_layers"  # not in published config.json: files have one head
+
+
+def _ngrams_or_heads(fields: Fields, model_type: str) -> dict[str, Any]:
+    """The Config fields of n-grams, or of the MTP head. The id that ends a text is kept for saving as elsewhere."""
+    if model_type == "longcat_flash":
+        return {_HEADS: fields.integer(_HEADS, 1, low=0, high=1)}
+    fields.integer(_HEADS, 0, low=0)  # which are not read
     end = fields.values.get("eos_token_id", 2)
     if not isinstance(end, int) or isinstance(end, bool):
         raise ConfigError(f"{fields.where}: 'eos_token_id' is {shown(end)}; n-grams end at one token id.")
@@ -194,8 +210,26 @@ def spec(config: Config) -> Tree:
     first["router"] = replace(first["router"], shape=(rows, width))
     first["selection_bias"] = replace(first["selection_bias"], shape=(rows,))
     mlps = (first, gated_mlp_leaves(width, inner, std=std))
-    halves = [layer_leaves(width, attention, mlps[i % 2]) for i in range(config.num_hidden_layers)]
-    return decoder_leaves(config, halves) | (_ngram_leaves(config) if config.ngram_size else {})
+    leaves = decoder_leaves(
+        config, [layer_leaves(width, attention, mlps[not kind.routed]) for kind in parsed(config.layer_kinds)]
+    )
+    leaves |= mtp.heads(config, layer_leaves(width, attention, mlps[1]))
+    return leaves | (_ngram_leaves(config) if config.ngram_size else {})
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head."""
+    return _HEAD
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of an MTP head that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"model\.mtp\..*",)
+
+
+def hf_copies(config: Config) -> dict[str, str]:
+    """{name on disk: path} of the copy of the embedding that the MTP head has in files."""
+    return {"model.mtp.embed_tokens.weight": "embed_tokens"} if config.num_nextn_predict_layers else {}
 
 
 def _ngram_leaves(config: Config) -> Tree:
@@ -210,6 +244,8 @@ def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert."""
     found: dict[str, Stored] = {}
     for path in flatten(spec(config)):
+        if path.startswith("mtp."):
+            continue
         head, _, rest = path.partition("layers.")
         if path.startswith("ngrams."):
             part = path.removeprefix("ngrams.").replace("tables", "embedders").replace("projections", "post_projs")
@@ -221,7 +257,21 @@ def hf_names(config: Config) -> dict[str, Stored]:
         number, _, name = rest.partition(".")
         layer, half = divmod(int(number), 2)
         found[path] = _stored(f"layers.{layer}", str(half), name, config.n_routed_experts)
-    return mla.latent_names(found)
+    return mla.latent_names(found) | _head_names(config)
+
+
+def _head_names(config: Config) -> dict[str, Stored]:
+    """Those of the MTP head."""
+    if not config.num_nextn_predict_layers:
+        return {}
+    # vLLM, vllm/model_executor/models/longcat_flash_mtp.py at 0bb55d60cb66: these names, and the maths
+    paths = [path for path in flatten(spec(mtp.blocks(config)[0])) if path.startswith("layers.")]
+    block_names = mla.latent_names({path: decoder.decoder_name(path) for path in paths})
+    block_names = {p: renamed_part(name, r"\.mlp\.", ".transformer_layer.mlp.") for p, name in block_names.items()}
+    around = {"enorm": "enorm.m", "hnorm": "hnorm.m"}
+    return mtp.names_of(config, block_names, "model.mtp.layers.{}.", around=around) | {
+        "mtp.0.norm": "model.mtp.norm.weight"
+    }
 
 
 def _stored(layer: str, half: str, name: str, experts: int) -> Stored:
@@ -259,9 +309,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["input_layernorm"], eps=eps)
     x = ctx.tap("middle", x + ctx.tap("attention", _attend(layer["attention"], normed, mask, freqs, config, ctx)))
     normed, mlp = rms_norm(x, layer["post_attention_layernorm"], eps=eps), layer["mlp"]
-    if LayerKind.parse(kind).joins:
+    if not LayerKind.parse(kind).routed:
         x = x + ctx.tap("mlp", gated_mlp(mlp, normed, activation=config.hidden_act, tap=ctx.tap))
-        return x + ctx.tap("shortcut", ctx.left())
+        return x + ctx.tap("shortcut", ctx.left()) if LayerKind.parse(kind).joins else x  # else of an MTP head
     x = x + ctx.tap("mlp", gated_mlp(mlp["shared_expert"], normed, activation=config.hidden_act))
     ctx.leave(_experts(mlp, normed, config, ctx))
     return x

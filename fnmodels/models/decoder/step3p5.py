@@ -86,6 +86,7 @@ _EXPECTED |= {"use_moe_router_bias": True, "sink": False, "use_rope_layers": [],
 _EXPECTED |= {"hidden_act": "silu", "mlp_bias": False, "gating": True, "use_bidirectional_attention": False}
 _IGNORED = (  # the publisher computes the router in fp32 (need_fp32_gate), transformers in the dtype of its weight
     *("need_fp32_gate", "moe_layer_offset", "moe_every_n_layer"),
+    *("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),  # read by `_expect_heads`
 )
 _SAVED = (
     *("num_experts_per_tok", "n_routed_experts", "moe_intermediate_size", "share_expert_dim"),
@@ -129,6 +130,10 @@ class Config(decoder.BaseConfig):
             )
         object.__setattr__(self, "query_pre_attn_scalar", float(self.query_pre_attn_scalar or self.head_dim))
         self._order_limits()
+        slides = {kind.slides for kind in parsed(self.layer_kinds)}
+        for name, near in (("rope", False), ("local_rope", True)):  # of no layer, it is none
+            if near not in slides:
+                object.__setattr__(self, name, Rope())
         mtp.check_kinds(self, _HEAD)
 
     def _order_limits(self) -> None:
@@ -187,7 +192,7 @@ class Config(decoder.BaseConfig):
             num_nextn_predict_layers=heads,
             model_type=model_type,
         )
-        return decoder.finished(config, fields, (*_IGNORED, "num_nextn_predict_layers"))
+        return decoder.finished(config, fields, _IGNORED)
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect of transformers."""
@@ -222,7 +227,7 @@ def _published(fields: Fields, heads: int) -> Fields:
         routed = mixture.numbers_of_layers(fields, "moe_layers_enum", texts, layers)
         values["mlp_layer_types"] = ["sparse" if index in routed else "dense" for index in range(layers)]
     slides = decoder.sliding_layers(Fields(values, fields.where), [False] * layers)
-    nested = values.get("rope_parameters")
+    nested, types = values.get("rope_parameters"), decoder.layer_types(slides)
     if nested is None:
         values["rope_parameters"] = _ropes(fields, values, slides)
     elif not isinstance(nested, Mapping) or not set(nested) & {_FULL, _NEAR}:
@@ -230,6 +235,8 @@ def _published(fields: Fields, heads: int) -> Fields:
             f"{fields.where}: 'rope_parameters' is {shown(nested)}, but must have an object for each of {_FULL} and "
             f"{_NEAR}."
         )
+    else:  # transformers drops those without a layer
+        values["rope_parameters"] = {kind: nested[kind] for kind in nested if kind in types}
     return Fields(values, fields.where)
 
 
@@ -245,7 +252,7 @@ def _expect_heads(fields: Fields, layers: int, heads: int) -> None:
         allowed |= {name: value[near : near + 1] for name, value in listed.items() if isinstance(value, list)}
     for name, known in allowed.items():
         value, first = fields.values.get(name), 0 if name.startswith("mtp_") else layers
-        if not heads or not isinstance(value, list) or len(value) != first + heads:
+        if not heads or not isinstance(value, list) or (first and len(value) != layers + heads):
             continue
         odd = [one for one in value[first:] if one not in known]
         if odd:

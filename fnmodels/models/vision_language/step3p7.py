@@ -1,7 +1,7 @@
 """Step 3.7 Flash (StepFun, 2026) with images: a picture and the crops of it among the tokens of Step 3.5's text.
 
-`load_pretrained(path, part="text")` reads the text alone with its MTP heads, by `fnmodels.models.decoder.step3p5`;
-with the tower they are not read.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.step3p5`, without the MTP heads
+that files of the text alone have.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)

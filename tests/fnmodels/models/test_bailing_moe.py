@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import tree
+from fnmodels import mtp, tree
 from fnmodels.models.common import storage
 from fnmodels.models.decoder import bailing_moe
 from tests.support.cases import generic_params, positions_of, segments
@@ -107,3 +107,29 @@ def test_logits_are_those_of_a_written_out_model(values: Values, tmp_path: Path)
         if all(grad is not None for grad in named) and leaf.grad is not None:
             wanted = storage.extract_parameter(stored, {n: state[n].grad for n in storage.disk_names(stored)})
             assert (leaf.grad - wanted).abs().max() <= 1e-4 * max(1.0, float(wanted.abs().max())), path
+
+
+def test_heads_are_those_of_a_written_out_model(tmp_path: Path) -> None:
+    """From the tensors of a file: each head reads what the norm of the one before it returns, one token shorter."""
+    values = TINY | {"num_nextn_predict_layers": 2}
+    config = bailing_moe.Config.from_hf(values)
+    P.save_pretrained(tmp_path, config, generic_params(config))
+    state = load_file(tmp_path / "model.safetensors")
+    again, params = P.load_pretrained(tmp_path)
+    assert again == config
+    tokens = torch.randint(61, (1, 11), generator=torch.Generator().manual_seed(0))
+    inputs, masks, freqs = fnmodels.prepare(config, tokens)
+    x: Any = fnmodels.hidden(params, inputs, masks, freqs, config=config)
+    ahead = mtp.ahead(tokens, torch.ones_like(tokens), 2, fill=-1)
+    found = mtp.hidden(params, x, ahead, masks, freqs, config=config)
+    before = norm(x[0], state["model.norm.weight"])
+    for k, ours in enumerate(found):
+        at, places = f"model.layers.{values['num_hidden_layers'] + k}", tokens.shape[1] - k - 1
+        token = norm(state["model.word_embeddings.weight"][tokens[0, k + 1 :]], state[f"{at}.enorm.weight"])
+        both = torch.cat((token, norm(before[:places], state[f"{at}.hnorm.weight"])), -1)
+        y = both @ state[f"{at}.eh_proj.weight"].T
+        y = y + attention(norm(y, state[f"{at}.input_layernorm.weight"]), state, f"{at}.attention", values)
+        y = y + mixture(norm(y, state[f"{at}.post_attention_layernorm.weight"]), state, f"{at}.mlp", values)
+        before = norm(y, state[f"{at}.final_layernorm.weight"])
+        logits = bailing_moe.unembed(mtp.view(params, k), ours, config=config)
+        assert_close(logits[0, :places], before @ state["lm_head.weight"].T)

@@ -114,6 +114,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         *("model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.mtp_linear_proj.0"),
         *(f"model.mtp_block.0.{one}" for one in ("input_layernorm", "self_attn.q_proj", "post_attention_layernorm")),
     ),
+    "longcat_flash_biases": (
+        *(f"model.mtp.layers.0.{one}" for one in ("eh_proj", "enorm.m", "hnorm.m", "input_layernorm")),
+        *(f"model.mtp.layers.0.{one}" for one in ("self_attn.kv_b_proj", "transformer_layer.mlp.up_proj")),
+        *("model.mtp.norm", "model.mtp.embed_tokens"),
+    ),
     "bailing_hybrid": (
         *(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "input_layernorm")),
         *(f"LAST.{one}" for one in ("attention.kv_a_proj_with_mqa", "attention.g_proj", "attention.dense")),
@@ -145,6 +150,11 @@ NAMES: dict[str, tuple[str, ...]] = {
         "mtp.layers.1.mixer.shared_experts.down_proj",
     ),
 }
+LING = (
+    *(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "attention.query_key_value")),
+    *(f"LAST.{one}" for one in ("attention.dense", "mlp.experts.0.up_proj", "mlp.gate")),
+)
+NAMES |= dict.fromkeys(("bailing_moe", "bailing_moe_v2"), LING)
 HY4 = ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.indexer.wk", "self_attn.linear_gate", "mlp.gate")
 NAMES |= dict.fromkeys(("hy_v4", "hy_v4_vl_text"), tuple(f"model.mtp_layers.0.{one}" for one in HY4))
 USUAL = tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm"))
