@@ -51,7 +51,7 @@ def math_attention(
     if sinks is not None:
         by_token = upcast(sinks).mT if sinks.ndim == 3 else upcast(sinks)[:, None]  # [B, N, Q] or [N, 1]
         sinks = by_token.unflatten(-2, (groups, repeats))[..., None]
-        scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+        scores = torch.cat((scores, scores.new_zeros(*scores.shape[:-1], 1) + sinks), -1)
     weights = scores.softmax(-1)
     weights = (weights if sinks is None else weights[..., :-1]).masked_fill(hidden, 0)
     weights = weights if tap is None else _tapped(tap, "attention.pattern", weights)
