@@ -68,7 +68,7 @@ def in_order(parts: Parts) -> Parts:
 # {form: (makes a weight whose shards are whole blocks, [out, in], what this shows)}
 FITTING: dict[str, tuple[Any, tuple[int, int], str]] = {
     **{name: (long_rows, (48, 128), WHOLE) for name in KEPT if name.startswith("bitsandbytes") and "int8" not in name},
-    **{name: (in_order, (64, 96), ORDERED) for name in KEPT if name.startswith("gptq")},
+    **{name: (in_order, (64, 96), ORDERED) for name in KEPT if name.startswith("gptq") and name != "gptq v2"},
     "compressed-tensors FP8 in blocks": (blocks, (96, 128), WHOLE),
     "awq gemv": (more_groups, (64, 512), WHOLE),
 }
