@@ -138,8 +138,8 @@ class Config(transformer.PairConfig):
         out |= {"scale_embedding": self.embed_scale, "max_position_embeddings": self.max_position_embeddings}
         out |= {"pad_token_id": self.first_position - 1} if self.model_type == "m2m_100" else {}
         architecture = _architecture(self.model_type)
-        classes = {"architectures": [architecture if self.head == "lm" else headless(architecture)]}
-        classes |= {"model_type": self.model_type}
+        name = architecture if self.head == "lm" else headless(architecture)
+        classes = {"architectures": [name], "model_type": self.model_type}
         rates = dict.fromkeys(_rates(self.model_type), self.dropout.weights)
         return decoder.expressible(self, out | rates | classes)
 
