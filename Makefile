@@ -28,8 +28,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 # The notebooks run early: a long test at the end would leave the other processes idle. Bytecode is kept, whatever the
 # shell says: tests start many interpreters. Threads of tests with two do not spin while they wait, which takes the time
-# of other processes. The notebook on published weights runs in `make bridges`.
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake \
+# of other processes. Kernels of notebooks are forks of a process that has torch loaded, which is what a start of one
+# takes most time for. The notebook on published weights runs in `make bridges`.
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= JUPYTER_PATH=$(CURDIR)/tests/support \
+	  $(BIN)/python -m pytest -n logical --maxprocesses 8 --nbmake --nbmake-kernel forked \
 	  --ignore examples/real_weights.ipynb examples tests
 
 lint: $(INSTALLED)

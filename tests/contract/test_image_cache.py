@@ -20,7 +20,7 @@ from tests.support.image_texts import ImageBatch, ImageCase, image_batch, image_
 from tests.support.recorded import graphs_on_the_cpu
 
 graphs = test_compiled_step.graphs
-CASES = tuple(image_cases())
+CASES = image_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 several_axes = pytest.mark.parametrize(
     "case", [case for case in CASES if hasattr(case.family, "image_positions")], ids=str

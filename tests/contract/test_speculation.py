@@ -1,5 +1,6 @@
 """Speculative decoding of every form of cache, as the model and as its draft: the answers are the plain ones."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,20 +9,25 @@ import torch
 import fnmodels
 import train
 from fnmodels.cache.rows import is_recurrent
-from tests.support.cases import Case, causal, generic_params, kinds_of, richest, structures
+from tests.support.cases import Case, attention_of, causal, generic_params, richest, structures
 
 PROMPTS = [[3, 5, 2], [1], [4, 4, 5, 1, 2, 2, 6]]
 
 
+@functools.cache
 def _cache_of(config: Any) -> Any:
     return fnmodels.init_cache(config, 1, 32, rings=False)
 
 
 def _form(case: Case) -> str:
-    """The layers' entries, where states stand beside keys or alone, and the kinds of layers."""
+    """The layers' entries, where states stand beside keys or alone, and their rules.
+
+    A draft that is refused is cut off the cache, which asks for nothing else of a model whose layers keep keys alone:
+    test_cache.py cuts the cache of each structure, and runs it in pieces. `STATES` are made anew, each in its own way.
+    """
     if not causal(case):
         return "none"
-    return str((sorted({str(sorted(entry)) for entry in _cache_of(case.config).layers}), kinds_of(case)))
+    return str((sorted({str(sorted(entry)) for entry in _cache_of(case.config).layers}), attention_of(case)))
 
 
 CASES = [case for case in richest(_form) if causal(case)]

@@ -29,7 +29,7 @@ from tests.support.cases import (
     tokens_of,
     variants_of,
 )
-from tests.support.oracle import assert_close, logits_of, model_of, params_of, save
+from tests.support.oracle import assert_close, logits_of, model_of, params_of, save, shared_model
 
 LENGTH = 24
 MARGIN = 1e-3  # of router logits; a thousand times the fp32 difference of two implementations
@@ -63,7 +63,7 @@ def _document_by_document(case: Case, tokens: torch.Tensor, segment_ids: torch.T
 @functools.cache
 def _reference(case: Case) -> Any:
     """The reference's parameters as our tree, read-only."""
-    return params_of(model_of(case.values), case.config)
+    return params_of(shared_model(case.values), case.config)
 
 
 @functools.cache
@@ -104,14 +104,16 @@ def test_logits(case: Case, kernel: str, form: str) -> None:
     params, (tokens, theirs) = _reference(case), _theirs(case, form)
     if is_routed(case.config) and kernel == "math":
         prepared = fnmodels.prepare(case.config, tokens, positions=positions, segment_ids=segment_ids)
-        assert_routed(case, params, prepared, MARGIN)
-    ours = _ours(case, params, tokens, positions=positions, segment_ids=segment_ids, kernel=kernel)
+        ours = assert_routed(case, params, prepared, MARGIN)
+    else:
+        ours = _ours(case, params, tokens, positions=positions, segment_ids=segment_ids, kernel=kernel)
     try:
         assert_close(ours[valid], theirs[valid])
     except AssertionError as error:
         raise AssertionError(f"{error}\n{first_difference(case)}") from None
-    # One document per row: prepare numbers its positions.
-    if form in ("plain", "left", "right") and "dynamic" not in case.name and "longrope" not in case.name:
+    # One document per row: prepare numbers its positions, whatever the kernel.
+    numbered = kernel == "math" and form in ("plain", "left", "right")
+    if numbered and "dynamic" not in case.name and "longrope" not in case.name:
         same = fnmodels.prepare(case.config, tokens, segment_ids=segment_ids)
         given = fnmodels.prepare(case.config, tokens, positions=positions, segment_ids=segment_ids)
         for one, other in zip(tree.leaves(same), tree.leaves(given), strict=True):

@@ -160,7 +160,7 @@ def test_wrong_maths_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     variant, plant = WRONG_MATHS[name]
     case = next(case for case in cases() if case.name == variant)
     tokens = tokens_of(case.config, 1, 24, seed=seed_of(case))
-    theirs, params = logits_of(case.values, tokens), params_of(model_of(case.values), case.config)
+    theirs, params = logits_of(case.values, tokens), params_of(shared_model(case.values), case.config)
     assert not _fails(case, params, theirs, tokens)
     plant(monkeypatch)
     assert _fails(case, params, theirs, tokens)

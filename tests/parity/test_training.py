@@ -38,9 +38,9 @@ def _is_exact(case: Case) -> bool:
     return bool(several) or case.family == "minimax_m3"
 
 
-def _reference(case: Case, batches: list[Batch]) -> list[float]:
+def _reference(case: Case, model: Any, batches: list[Batch]) -> list[float]:
     """transformers' loss, torch's optimizer and clipping; weight decay as in the spec: matrices only."""
-    model = _model(case).train(case.config.model_type not in SAMPLED)
+    model.train(case.config.model_type not in SAMPLED)
     # With a padding_idx, torch gives that row no gradient, but in these batches it is an ordinary token.
     for table in (module for module in model.modules() if isinstance(module, torch.nn.Embedding)):
         table.padding_idx = None
@@ -96,8 +96,7 @@ def _decays(case: Case) -> dict[str, bool]:
     return decays
 
 
-def _ours(case: Case, batches: list[Batch]) -> list[float]:
-    weights = params_of(_model(case), case.config)
+def _ours(case: Case, weights: Any, batches: list[Batch]) -> list[float]:
     spec = fnmodels.family_of(case.config).spec(case.config)
     optimizer = train.adamw(RATE, weight_decay=DECAY, spec=spec)
     step = train.make_step(functools.partial(train.next_token_loss, config=case.config), optimizer, clip=CLIP)
@@ -114,6 +113,8 @@ def test_ten_steps(case: Case) -> None:
     rows = segments((16,), (11, -5), (14, -2))
     batches = [batch_of(case.config, rows, seed=seed) for seed in range(STEPS)]
     with KeepsDoubles() if _is_exact(case) else contextlib.nullcontext():
-        theirs, ours = (run(case, batches) for run in (_reference, _ours))
+        model = _model(case)
+        weights = params_of(model, case.config)  # copies, before the model is trained
+        theirs, ours = _reference(case, model, batches), _ours(case, weights, batches)
     bound = collected("TRAINING_TOLERANCE").get(case.name, 1e-12 if _is_exact(case) else 1e-5)
     assert max(abs(x - y) for x, y in zip(ours, theirs, strict=True)) <= bound

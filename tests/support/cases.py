@@ -720,8 +720,11 @@ def seed_of(case: Case) -> int:
     return seeds.get(case.name, 0)
 
 
-def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None:
-    """Every expert has tokens in every layer, and no choice changes where router logits move by up to `margin`."""
+def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> Tensor:
+    """Every expert has tokens in every layer, and no choice changes where router logits move by up to `margin`.
+
+    Returns the logits of the batch.
+    """
     moe, seen = context.moe, []
 
     def watched(layer: Any, x: Tensor, route: Any, **options: Any) -> Any:
@@ -731,7 +734,7 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context, "moe", watched)
-        fnmodels.forward(params, *prepared, config=case.config, kernel="math")
+        logits_of_batch: Tensor = fnmodels.forward(params, *prepared, config=case.config, kernel="math")
     assert len(seen) == len(sparse_layers(case.config))
     generator = torch.Generator().manual_seed(0)
     for route, aux, valid in seen:
@@ -745,6 +748,7 @@ def assert_routed(case: Case, params: Any, prepared: Any, margin: float) -> None
             signs = 2.0 * torch.randint(2, logits.shape, generator=generator) - 1
             moved = route(logits + margin * signs)[1].sort(-1).values
             assert torch.equal(moved, chosen), f"a choice is closer than {margin}; {seeds}"
+    return logits_of_batch
 
 
 def tokens_of(config: Any, batch: int, length: int, seed: int = 0) -> Tensor:

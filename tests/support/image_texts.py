@@ -1,5 +1,6 @@
 """Every vision-language family with a tiny config, and rows of text with images as arguments of `forward` and steps."""
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Sequence
@@ -11,9 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models import vision_language
-from params.checkpoint.module_names import module_names
 from tests.support.cases import generic_params
-from tests.support.naming import fewest, pairs_of
 
 TEXT = 40  # the ids of text are below
 
@@ -49,7 +48,8 @@ class ImageCase:
         return self.tests._params() if hasattr(self.tests, "CONFIG") else self.tests._params(self.label)
 
 
-def image_cases(*, every: bool = False) -> list[ImageCase]:
+@functools.cache
+def image_cases(*, every: bool = False) -> tuple[ImageCase, ...]:
     """Found by the folder of the families; the configs are those of tests/fnmodels/models/test_FAMILY.py.
 
     Where these name STRUCTURES, labels of configs whose text or images are read in another way, those alone, unless
@@ -66,14 +66,7 @@ def image_cases(*, every: bool = False) -> list[ImageCase]:
                 continue
             shown = label if label.startswith(name) else f"{name}_{label}"
             found.append(ImageCase(shown, family, config, tests, label))
-    return found
-
-
-def image_cases_of_all_names() -> list[ImageCase]:
-    """`image_cases`, and of the others a few that have between them all names of transformers' modules."""
-    found, every = image_cases(), image_cases(every=True)
-    known = set[str]().union(*(pairs_of(module_names(case.config)) for case in found))
-    return found + fewest({case: pairs_of(module_names(case.config)) - known for case in every})
+    return tuple(found)
 
 
 def _configs(tests: Any, family: Any, name: str) -> dict[str, Any]:

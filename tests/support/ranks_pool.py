@@ -56,10 +56,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import params  # noqa: F401
 import train  # noqa: F401
 from tests.support import copies
-from tests.support.cases import cases
+from tests.support.cases import structures
 from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
+# What modules with jobs import, transformers and TensorBoard among it: five seconds in each rank otherwise.
+PRELOADED = ("tests.support.encoder_losses", "tests.support.sense_losses", "train.job.run", "torch.utils.tensorboard")
 FOLDER = "RANKS_FOLDER"  # in the environment of ranks: where those of a pool leave files for each other
 GRACE = 1.0  # seconds for the other ranks after the first has failed
 LIMIT = datetime.timedelta(seconds=60)  # timeout of a rank that waits for another
@@ -132,7 +134,9 @@ def serve() -> None:
     protocol = os.dup(1)
     os.dup2(2, 1)  # output of ranks must not mix with answers
     groups: dict[int, list[Rank]] = {}
-    cases()  # imports all families, once and not in each rank
+    structures()  # imports all families and makes their configs, once and not in each rank
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.freeze()  # a rank that collected them would copy their pages
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:
         os.environ[FOLDER] = place

@@ -221,7 +221,8 @@ def test_a_model_computes_in_another_dtype(graphs):
 
 @pytest.mark.slow
 def test_experts_are_counted_and_balanced(graphs):
-    config = shortest(next(case.config for case in cases() if case.name == "deepseek_v3"))
+    # One layer, whose attention is plain: what counts and balances experts is the same in every block.
+    config = shortest(next(case.config for case in cases() if case.name == "minimax_m2"))
     assert any(path.endswith("selection_bias") for path in tree.flatten(generic_params(config)))
     balance = train.Balance(sequence=1e-2, z=1e-3)
     of_model = functools.partial(train.next_token_loss, config=config, balance=balance, aux=True)

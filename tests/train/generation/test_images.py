@@ -24,7 +24,7 @@ from tests.support.recorded import graphs_on_the_cpu
 from train.generation import images as prompt_images
 from train.generation.requests import Request
 
-CASES = tuple(image_cases())
+CASES = image_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
