@@ -109,7 +109,7 @@ def main() -> None:
     refusing = ROLES["build"](FLOW["worker_config"](model, settings, "language_model"))
     refusing.initialize()
     made = ROLES["build"](FLOW["worker_config"](model, settings | {"images": True}, "language_model"))
-    if mesh.startswith("tp"):
+    if mesh.startswith("cp"):
         said = ROLES["said"](made.initialize)
         if torch.distributed.get_rank() == 0:
             print(json.dumps({"refused": said}))

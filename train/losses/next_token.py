@@ -196,7 +196,7 @@ def _with_images(
     params: RunParams, batch: Mapping[str, Tensor], config: Any, options: ForwardOptions, known: dict[str, Any]
 ) -> tuple[Prepared, ForwardOptions]:
     """What `prepare` makes of a batch with image_features, and the options of the call, whose edits add the features of
-    layers. ValueError for the config of a text alone, in a pipeline, and for a loss with edits of its own.
+    layers. ValueError for the config of a text alone, and for a loss with edits of its own.
 
     params: of the text. config: of the whole model. known: further arguments of `prepare`.
     """
@@ -205,12 +205,12 @@ def _with_images(
             f"The batch has image_features, and config is that of a text alone ({config.model_type}): pass the config "
             "of the full model, of fnmodels.models.vision_language."
         )
-    if run_options(params).stage is not None:
-        raise ValueError("The batch has image_features, which the stages of a pipeline do not take: train without pp.")
     check_entries(batch, "is_image")
     tokens, values, places = batch["tokens"], batch["image_features"].unbind(2), own_places(batch["is_image"])
     types = {"token_types": batch["token_types"]} if "token_types" in batch else {}
     prepared = fnmodels.prepare(config, tokens, places=places, **types, **known)
+    if run_options(params).stage is not None:  # the call is recorded: pipelines, which have no features, refuse these
+        return prepared, options
     features = ImageFeatures(values, torch.zeros(0, 3, dtype=torch.int64))
     prepared, more = with_features(params.with_entries({"text": params}), features, places, prepared, config=config)
     if "edits" not in more:

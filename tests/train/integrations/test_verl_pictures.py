@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.skipif(not HERE, reason="verl has a virtual environment of its own: make verl")
-@pytest.mark.parametrize("mesh", ["", "fsdp=2", "dp=2"])
+@pytest.mark.parametrize("mesh", ["", "fsdp=2", "dp=2", "tp=2"])
 def test_an_engine_reads_the_images_of_a_batch(run: Any, tmp_path: Path, mesh: str) -> None:
     """Scores and gradients with and without images, in packed rows, and an answer that has the id of image tokens."""
     support("pictured").write_reader(tmp_path / "model")
@@ -41,11 +41,11 @@ def test_an_engine_reads_the_images_of_a_batch(run: Any, tmp_path: Path, mesh: s
 
 
 @pytest.mark.skipif(not HERE, reason="verl has a virtual environment of its own: make verl")
-def test_a_mesh_that_divides_the_model_is_refused(run: Any, tmp_path: Path) -> None:
+def test_a_mesh_that_divides_sequences_is_refused(run: Any, tmp_path: Path) -> None:
     support("pictured").write_reader(tmp_path / "model")
-    program = [ROOT / "tests/support/verl_pictures.py", tmp_path / "model", "tp=2"]
+    program = [ROOT / "tests/support/verl_pictures.py", tmp_path / "model", "cp=2"]
     found = json.loads(run.program(program, 2).splitlines()[-1])
-    assert found["refused"].startswith("NotImplementedError: engine.images is true, with the mesh tp=2")
+    assert found["refused"].startswith("NotImplementedError: engine.images is true, with the mesh cp=2")
 
 
 def test_rows_of_patches_are_the_pictures() -> None:

@@ -55,8 +55,10 @@ def test_a_head_that_trickles_in_ends_with_a_status(folder: Path) -> None:
 def test_a_head_that_trickles_in_behind_a_request_ends_with_a_status(folder: Path) -> None:
     with serving(folder) as server, socket.create_connection((server.host, server.port), timeout=60) as made:
         made.sendall(HEAD + b"\r\n")
-        assert made.recv(4096).startswith(b"HTTP/1.1 200")
-        made.settimeout(60)
+        first = b""
+        while not first.endswith(b"}"):  # head and body may come one after the other
+            first += made.recv(4096)
+        assert first.startswith(b"HTTP/1.1 200")
         made.sendall(HEAD)
         found = _trickle(made)
         assert b"408 Request Timeout" in found

@@ -118,10 +118,10 @@ class VerlEngine:
     def _image_reader(self, folder: Path, dtype: torch.dtype) -> ImageReader | None:
         if not self.engine_config.images:
             return None
-        if self.head != "lm" or self.mesh.world != self.mesh.dp * self.mesh.fsdp:
+        if self.head != "lm" or self.mesh.cp > 1 or self.mesh.pp > 1:
             raise NotImplementedError(
                 f"engine.images is true, with the mesh {self.mesh} and the head {self.head!r}: images are there for "
-                "language models over dp and fsdp."
+                "language models without cp and pp."
             )
         return ImageReader.load(folder, dtype, _device_type())
 

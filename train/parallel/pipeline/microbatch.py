@@ -82,6 +82,8 @@ def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Entries) -
     latents = traits_of(family_of(pipe.config)).inputs == "latents"
     check_entries(batch, "latents" if latents else "tokens", "positions", "segment_ids")
     check_of(loss)(batch, pipe.config)
+    if "image_features" in batch:
+        raise ValueError("The batch has image_features, which the stages of a pipeline do not take: train without pp.")
     found = recorded(loss, params, batch)
     if found is None:
         raise ValueError(
