@@ -196,7 +196,7 @@ def _with_images(
     params: RunParams, batch: Mapping[str, Tensor], config: Any, options: ForwardOptions, known: dict[str, Any]
 ) -> tuple[Prepared, ForwardOptions]:
     """What `prepare` makes of a batch with image_features, and the options of the call, whose edits add the features of
-    layers. ValueError for the config of a text alone, and for a loss with edits of its own.
+    layers. ValueError for the config of a text alone, a loss with edits of its own, and edits over sequence=True.
 
     params: of the text. config: of the whole model. known: further arguments of `prepare`.
     """
@@ -215,6 +215,11 @@ def _with_images(
     prepared, more = with_features(params.with_entries({"text": params}), features, places, prepared, config=config)
     if "edits" not in more:
         return prepared, options
+    if run_options(params).ranks.sequence:
+        raise ValueError(
+            f"The images of {config.model_type} are edits of layers at all positions, of which sequence=True has some "
+            "on each process: use sequence=False."
+        )
     if options.edits:
         raise ValueError(f"The images of {config.model_type} are edits of layers; the loss has edits of its own.")
     return prepared, dataclasses.replace(options, edits=more["edits"])
