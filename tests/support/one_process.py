@@ -82,8 +82,9 @@ HEADS = {f"mtp_{case.name}": case.name for case in mtp_cases() if function_of(fa
 WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 # What takes a second model: with tables that the longest position decides, with experts.
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
-# What trains indexers, as a warm-up and beside the next-token loss.
-CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa"}
+# What trains indexers of keys and of blocks of them, by the stage: as a warm-up and beside the next-token loss.
+CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa", "dense pools": "qwen4_exp", "sparse pools": "glm5_next"}
+CHOOSING |= {"sparse blocks": "minimax_m3"}
 NAMED = MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | DEPTH | WHOLE | TAUGHT | CHOOSING
 NAMED |= HEADS
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
@@ -181,7 +182,8 @@ def loss_of(name: str, layers: int | None = None, **options: Any) -> Callable[..
         teacher = functools.partial(distill, teacher=generic_params(theirs), teacher_config=theirs, chunk=7)
         return functools.partial(teacher, config=config_of(name, layers), **options)
     if name in CHOOSING:
-        return functools.partial(indexer_loss, config=config_of(name, layers), stage=name, weight=0.7, **options)
+        options |= {"stage": name.split()[0], "weight": 0.7}
+        return functools.partial(indexer_loss, config=config_of(name, layers), **options)
     loss = {"mtp": mtp_loss, "policy": policy, **dict.fromkeys(HEADS, mtp_loss)}.get(name, next_token_loss)
     return functools.partial(loss, config=config_of(name, layers), **options)
 
@@ -220,7 +222,7 @@ def weights_of(config: Any) -> Any:
 def spec_of(name: str, layers: int | None = None) -> Any:
     config = config_of(name, layers)
     spec = fnmodels.family_of(config).spec(config)
-    return with_indexers(spec, name) if name in CHOOSING else spec  # type: ignore[arg-type]
+    return with_indexers(spec, name.split()[0]) if name in CHOOSING else spec  # type: ignore[arg-type]
 
 
 def optimizer_of(name: str, layers: int | None = None) -> Optimizer:

@@ -223,6 +223,10 @@ class Context:
         q, k, v = self._tapped(q, k, v)
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, sinks=sinks))
 
+    def chose_blocks(self, weights: Any, x: Any, freqs: Any, mask: Any, seen: Any, *, indexer: Any, groups: int) -> Any:
+        """What attention sees of a mask: `seen`, made by `choose_blocks` of its other arguments; x has no gradient."""
+        return seen
+
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.
 

@@ -8,9 +8,9 @@ A choice is a tensor [B, Q, G count] that names, for each head of keys in turn, 
 own document, -1 for none; so it survives packing, padding, permutations and caches. It has no gradient.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,24 @@ class BlockIndexer:
         """`choose_blocks`. read: `index` of all keys."""
         return choose_blocks(weights, x, read["index"], freqs, keys, self)
 
+    @property
+    def fewest(self) -> int:
+        """The visible keys that a block must have to be chosen by its score."""
+        return 1
+
+    def scores(self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Any, keys: Keys) -> "BlockScores":
+        """Those of the queries of x [B, Q, D], -inf where a block has no visible key. read: `index` of all keys."""
+        k, blocks = read["index"], blocks_of(keys, self.size)
+        q = linear(x, weights["q_proj"]).unflatten(-1, (-1, k.shape[-1]))
+        q = self.rotate(rms_norm_zero_centered(q, weights["q_norm"], eps=self.eps), freqs)
+
+        def of(rows: slice) -> Tensor:
+            products = index_products(q[:, rows], k).masked_fill(~keys.allowed(rows).unsqueeze(2), -torch.inf)
+            best = products.new_full((*products.shape[:-1], blocks.codes.shape[1]), -torch.inf)
+            return best.scatter_reduce(-1, blocks.slots[:, None, None].expand(products.shape), products, "amax")
+
+        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
+
 
 class Blocks(NamedTuple):
     """The blocks of rows of keys, in the order of documents and positions.
@@ -65,6 +83,25 @@ class Blocks(NamedTuple):
     slots: Tensor
     codes: Tensor
     span: Tensor
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[B, ..., C] of values [B, ..., K]: the sum over the keys of each block; bool is counted."""
+        values = values.long() if values.dtype == torch.bool else values
+        between = [1] * (values.ndim - 2)
+        slots = self.slots.view(self.slots.shape[0], *between, -1).expand(values.shape)
+        return values.new_zeros(*values.shape[:-1], self.codes.shape[1]).scatter_add(-1, slots, values)
+
+
+class BlockScores(NamedTuple):
+    """An indexer's scores of blocks, with gradients.
+
+    of: fp32 [B, rows, G, C] of a slice of the queries. products: how many it computes for one query of each row, by
+    which queries are taken a few at a time.
+    """
+
+    blocks: Blocks
+    of: Callable[[slice], Tensor]
+    products: int
 
 
 def index_keys(weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, how: BlockIndexer) -> Tensor:
@@ -80,15 +117,10 @@ def choose_blocks(
 
     k: `index_keys` of all keys, [B, K, d]. Of blocks with equal scores the latest is ranked first.
     """
-    q = linear(x, weights["q_proj"]).unflatten(-1, (-1, k.shape[-1]))
-    q = how.rotate(rms_norm_zero_centered(q, weights["q_norm"], eps=how.eps), freqs)
-    blocks, parts = blocks_of(keys, how.size), []
-    for rows in pieces(q.shape[1], q.shape[0] * q.shape[2] * k.shape[1]):
-        allowed = keys.allowed(rows).unsqueeze(2)  # [B, Q, 1, K]
-        scores = index_products(q[:, rows], k).masked_fill(~allowed, -torch.inf)
-        best = scores.new_full((*scores.shape[:-1], blocks.codes.shape[1]), -torch.inf)
-        slots = blocks.slots[:, None, None].expand(scores.shape)
-        best = best.scatter_reduce(-1, slots, scores, "amax")
+    blocks, of, products = how.scores(weights, x, {"index": k}, freqs, keys)
+    parts = []
+    for rows in pieces(x.shape[1], products):
+        allowed, best = keys.allowed(rows).unsqueeze(2), of(rows)  # [B, Q, 1, K]
         last = blocks.slots[:, None, None].where(allowed, -1).amax(-1, keepdim=True)
         place = torch.arange(best.shape[-1], device=best.device)
         near = (place <= last) & (place > last - how.local) & (best != -torch.inf)

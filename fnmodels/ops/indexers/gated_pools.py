@@ -18,7 +18,7 @@ from fnmodels.ops.slots import Entry
 from ..indexer import Indexer, Keys, index_keys, index_queries, index_scores
 from ..invariant.rows import elementwise
 from ..linear import linear
-from .blocks import blocks_of
+from .blocks import BlockScores, blocks_of
 from .pooled import named_pools
 
 
@@ -53,16 +53,28 @@ class GatedPoolIndexer:
         self, weights: Mapping[str, Tensor], x: tuple[Tensor, Tensor], read: Entry, freqs: Any, keys: Keys
     ) -> Tensor:
         """The choice [B, Q, count + 2] of the queries of x, the best first. read: `index` of all keys."""
+        return named_pools(self.scores(weights, x, read, freqs, keys), keys, self.count, self.size)
+
+    @property
+    def fewest(self) -> int:
+        """The visible keys that a block must have to be chosen by its score."""
+        return self.size
+
+    def scores(
+        self, weights: Mapping[str, Tensor], x: tuple[Tensor, Tensor], read: Entry, freqs: Any, keys: Keys
+    ) -> BlockScores:
+        """The scores of the queries of x; of blocks that are not complete, any. read: `index` of all keys."""
         q, share = index_queries(weights, *x, read["index"].shape[-1], freqs, self.of_keys)
         blocks = blocks_of(keys, self.size)
         slots = blocks.slots.expand(q.shape[0], -1)
         places = keys.positions.clamp(min=0) % self.size
         gates = upcast(read["index_gate"]) + upcast(weights["pool_bias"])[places]
         k = _pooled(read["index"], gates, slots, blocks.codes.shape[1])
-        heads = q.shape[0] * q.shape[2] * k.shape[1]
-        return named_pools(
-            lambda rows: index_scores(q[:, rows], share[:, rows], k), heads, keys, blocks, self.count, self.size
-        )
+
+        def of(rows: slice) -> Tensor:
+            return index_scores(q[:, rows], share[:, rows], k).unsqueeze(2)
+
+        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
 
 
 def _pooled(k: Tensor, gates: Tensor, slots: Tensor, count: int) -> Tensor:

@@ -9,7 +9,7 @@ last names are those of the first and the last block that a query sees, where it
 begin in the middle of a document. It has no gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from ..invariant.rows import pairwise_sum, rows_are_invariant
 from ..linear import linear
 from ..mla import Rotate
 from ..norm import rms_norm_zero_centered
-from .blocks import Blocks, blocks_of, index_products, named_best
+from .blocks import BlockScores, blocks_of, index_products, named_best
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,27 @@ class PooledIndexer:
         self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Mapping[str, Tensor], keys: Keys
     ) -> Tensor:
         """The choice [B, Q, count + 2] of the queries of x [B, Q, D], the best first. read: `index` of all keys."""
+        return named_pools(self.scores(weights, x, read, freqs, keys), keys, self.count, self.size)
+
+    @property
+    def fewest(self) -> int:
+        """The visible keys that a block must have to be chosen by its score."""
+        return self.size
+
+    def scores(
+        self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Mapping[str, Tensor], keys: Keys
+    ) -> BlockScores:
+        """The scores of the queries of x [B, Q, D]; of blocks that are not complete, any. read: `index` of all keys."""
         q = linear(x, weights["q_proj"]).unflatten(-1, (-1, read["index"].shape[-1]))
         q = self.rotate(rms_norm_zero_centered(q, weights["q_scale"], eps=self.eps), freqs["table"])
         blocks = blocks_of(keys, self.size)
         k = self._means(weights, read, blocks.slots.expand(x.shape[0], -1), blocks.codes.shape[1])
 
-        def scores(rows: slice) -> Tensor:
+        def of(rows: slice) -> Tensor:
             products = index_products(q[:, rows], k).relu()
-            return pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)
+            return (pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)).unsqueeze(2)
 
-        heads = q.shape[0] * q.shape[2] * k.shape[1]
-        return named_pools(scores, heads, keys, blocks, self.count, self.size)
+        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
 
     def _means(self, weights: Mapping[str, Tensor], read: Entry, slots: Tensor, count: int) -> Tensor:
         """The keys [B, C, d] of the blocks; of those that are not complete, which nothing reads, any numbers."""
@@ -79,20 +89,14 @@ class PooledIndexer:
         return self.rotate(k.unsqueeze(-2), tables).squeeze(-2)
 
 
-def named_pools(
-    scores: Callable[[slice], Tensor], of_a_query: int, keys: Keys, blocks: Blocks, count: int, size: int
-) -> Tensor:
-    """The choice [B, Q, count + 2] by the scores [B, rows, C] of blocks, a function of a slice of the queries.
-
-    of_a_query: the products that it computes for one query of each row, by which queries are taken a few at a time.
-    """
+def named_pools(scored: BlockScores, keys: Keys, count: int, size: int) -> Tensor:
+    """The choice [B, Q, count + 2] by the scores of blocks, which all heads share."""
+    blocks, of, products = scored
     parts = []
-    for rows in pieces(keys.q_segments.shape[1], of_a_query):
-        found, allowed = scores(rows), keys.allowed(rows)
+    for rows in pieces(keys.q_segments.shape[1], products):
+        found, allowed = of(rows).squeeze(2), keys.allowed(rows)
         allowed = allowed.expand(found.shape[0], -1, -1)
-        slots = blocks.slots.expand(found.shape[0], -1).unsqueeze(1)
-        seen = torch.zeros(found.shape, dtype=torch.int64, device=found.device)
-        seen = seen.scatter_add(-1, slots.expand_as(allowed), allowed.long())
+        slots, seen = blocks.slots.expand(found.shape[0], -1).unsqueeze(1), blocks.sums(allowed)
         best = named_best(found.masked_fill(seen < size, -torch.inf).unsqueeze(2), blocks, count)
         names = (blocks.codes % blocks.span).expand(found.shape[0], -1).unsqueeze(1).expand_as(seen)
         ends = [slots.where(allowed, -1).amax(-1), slots.where(allowed, seen.shape[-1]).amin(-1)]

@@ -20,7 +20,6 @@ from fnmodels.ops.streams import hyper
 from tests.support.cases import batch_of, generic, generic_params, gradients, off, segments, trainable
 from tests.support.oracle import assert_close, model_of, params_of
 from tests.variants.glm5_next import TINY, published
-from train.losses import indexer_loss
 
 CONFIG = glm5_next.Config.from_hf(TINY)
 PARAMS = generic_params(CONFIG, torch.float64)
@@ -220,6 +219,4 @@ def test_what_is_not_read_is_refused() -> None:
         with pytest.raises(ConfigError, match=words):
             read(TINY | change)
     batch = batch_of(CONFIG, ROWS)
-    with pytest.raises(ValueError, match="choose blocks or windows of keys, whose indexers have no such loss yet"):
-        indexer_loss(PARAMS, batch.batch(), config=CONFIG, stage="sparse")
     assert train.next_token_loss(PARAMS, batch.batch(), config=CONFIG, kernel="math")[0].isfinite()

@@ -33,6 +33,9 @@ def errors_without(what: str) -> dict[str, float]:
         if what == "heads of other ranks":
             patch.setattr(teaching.collectives, "summed", lambda x, *_: x)
             return errors_of("dense", "tp=2")
+        if what == "choices of other ranks":
+            patch.setattr(teaching.collectives, "all_gather", lambda x, dim, group: x.repeat(1, 2, 1, 1))
+            return errors_of("sparse blocks", "tp=2")
         gather = teaching.keys_of_ranks
         patch.setattr(teaching, "keys_of_ranks", lambda kernel: _Detached(gather(kernel)))
         return errors_of("dense", "cp=2")
@@ -50,7 +53,7 @@ class _Detached:
         return torch.cat(shards, 1)
 
 
-@pytest.mark.parametrize("what", ["heads of other ranks", "gradients of other ranks' keys"])
+@pytest.mark.parametrize("what", ["heads of other ranks", "choices of other ranks", "gradients of other ranks' keys"])
 def test_indexer_loss_over_a_mesh_mistakes_are_seen(ranks: Ranks, what: str) -> None:
     assert worst(ranks(2)(errors_without, what), "gradient")[0] > 100 * LIMIT
 

@@ -2,13 +2,14 @@
 
 Attention's weights, summed over heads and divided by their sum, are the distribution that the softmax of the scores
 learns: the divergence has no gradient but of the indexer's parameters (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
+Of an indexer that chooses blocks the distribution is over blocks, each of which has the weights of its keys.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,17 @@ from fnmodels.inputs.mask import Mask
 from fnmodels.models.common.context import Context
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.indexer import Indexer, index_keys, index_queries, index_scores, keys_of_ranks, pieces
+from fnmodels.ops.indexer import (
+    Indexer,
+    Keys,
+    index_keys,
+    index_queries,
+    index_scores,
+    keys_of,
+    keys_of_ranks,
+    pieces,
+)
+from fnmodels.ops.indexers.blocks import BlockScores
 from fnmodels.ops.mla import query_latent
 from fnmodels.options import ForwardOptions
 from train.comm import collectives
@@ -35,31 +46,66 @@ class TeachIndexers:
     Attributes:
         dense: Attention sees all keys, and the divergence is over them; else over the chosen ones.
         region: Of tensor parallelism, whose ranks each have some heads; None: all heads are here.
+        choices: How many heads of keys with a choice of their own the ranks share; 0: the choice is of all heads.
     """
 
     dense: bool
     region: Region | None = None
+    choices: int = 0
 
-    def over_heads(self, region: Region) -> TeachIndexers:
+    def over_heads(self, region: Region, choices: int) -> TeachIndexers:
         """The same where each rank of the region has some heads. ValueError where ranks have other positions too."""
         if region.sequence:
             raise ValueError(
                 "Indexers are trained on all positions of a row, of which each process of sequence=True has some: take "
                 "sequence=False, or cp in place of tp."
             )
-        return replace(self, region=region)
+        return replace(self, region=region, choices=choices)
 
     def __call__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> Context:
         """The context of one call of a layer."""
         return _Teaching(self, options, taps, tensors)
 
 
-class _Scores(NamedTuple):
+@dataclass(frozen=True)
+class _OfKeys:
     """An indexer's queries [B, Q, heads, d], weights of heads [B, Q, heads] and keys [B, K, d], with gradients."""
 
     q: Tensor
     share: Tensor
     k: Tensor
+    groups: int = 1
+
+    @property
+    def products(self) -> int:
+        """How many are computed for one query of each row."""
+        return self.q.shape[0] * self.q.shape[2] * self.k.shape[1]
+
+    def divergence(self, rows: slice, allowed: Tensor, mass: Tensor) -> Tensor:
+        """[B, rows] of allowed bool [B or 1, 1, rows, K] and mass [B, 1, rows, K]."""
+        return divergence(self.q[:, rows], self.share[:, rows], self.k, allowed[:, 0], mass[:, 0])
+
+
+@dataclass(frozen=True)
+class _OfBlocks:
+    """An indexer's scores of blocks of these keys, for groups of heads; see `BlockScores`."""
+
+    scored: BlockScores
+    keys: Keys
+    fewest: int
+    groups: int
+
+    @property
+    def products(self) -> int:
+        """How many are computed for one query of each row."""
+        return self.scored.products
+
+    def divergence(self, rows: slice, allowed: Tensor, mass: Tensor) -> Tensor:
+        """[B, rows] of allowed bool [B or 1, groups or 1, rows, K] and mass [B, groups, rows, K]."""
+        blocks = self.scored.blocks
+        complete = blocks.sums(self.keys.allowed(rows)).unsqueeze(1) >= self.fewest
+        chosen = complete & (blocks.sums(allowed) > 0)
+        return block_divergence(self.scored.of(rows).transpose(1, 2), chosen, blocks.sums(mass))
 
 
 class _Teaching(Context):
@@ -68,7 +114,7 @@ class _Teaching(Context):
         if "cache" in self.tensors or self.options.invariant:
             raise ValueError('Indexers are trained on full rows, without a cache and without kernel="invariant".')
         self.teach = teach
-        self.learner: _Scores | None = None
+        self.learner: _OfKeys | _OfBlocks | None = None
         self.seen: Any = None
 
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: Any, *, indexer: Indexer) -> Any:
@@ -76,14 +122,37 @@ class _Teaching(Context):
         if "indexer" in weights:
             with torch.no_grad():
                 latent = query_latent(weights, x, indexer.latent_eps)
-            self.learner = self._scores(weights["indexer"], x.detach(), latent, freqs, indexer)
+            self.learner = self._of_keys(weights["indexer"], x.detach(), latent, freqs, indexer)
         return self.seen
 
-    def _scores(self, own: Any, x: Tensor, latent: Tensor, freqs: Tensor, indexer: Indexer) -> _Scores:
+    def _of_keys(self, own: Any, x: Tensor, latent: Tensor, freqs: Tensor, indexer: Indexer) -> _OfKeys:
         k, ranks = index_keys(own, x, freqs, indexer), keys_of_ranks(self.options.kernel)
-        return _Scores(
+        return _OfKeys(
             *index_queries(own, x, latent, k.shape[-1], freqs, indexer), k if ranks is None else ranks.gather(k)
         )
+
+    def chose_blocks(self, weights: Any, x: Any, freqs: Any, mask: Any, seen: Any, *, indexer: Any, groups: int) -> Any:
+        self.seen = mask if self.teach.dense else seen
+        if weights is not None:
+            weights = self._of_all_choices(weights)
+            ranks, read = keys_of_ranks(self.options.kernel), indexer.index(weights, x, freqs)
+            keys = keys_of(mask if ranks is None else ranks.mask(mask))
+            read = read if ranks is None else {name: ranks.gather(t) for name, t in read.items()}
+            self.learner = _OfBlocks(indexer.scores(weights, x, read, freqs, keys), keys, indexer.fewest, groups)
+        return self.seen
+
+    def _of_all_choices(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The weights with the queries of all heads that choose, which ranks of tp share: all compute the same."""
+        region, choices = self.teach.region, self.teach.choices
+        if region is None or not choices:
+            return weights
+        if choices % region.size:
+            raise ValueError(
+                f"{choices} heads of keys have a choice of blocks each, which tp={region.size} does not divide: train "
+                "their indexers over fsdp or cp in place of tp."
+            )
+        rows = getattr(weights["q_proj"], "weight", weights["q_proj"])  # within a tensor-parallel projection
+        return {**weights, "q_proj": collectives.join(rows, 0, region.group)}
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, **scoring: Any) -> Tensor:
         out = super()._attention(q, k, v, mask, scale=scale, **scoring)
@@ -99,41 +168,54 @@ class _Teaching(Context):
         """[B, Q], few queries at a time, whose scores are computed again in the backward pass."""
         learner, parts = self.learner, []
         assert learner is not None
-        heads = max(q.shape[2], learner.q.shape[2])
-        for rows in pieces(q.shape[1], q.shape[0] * heads * k.shape[1]):
-            allowed = _allowed(seen, rows)
+        for rows in pieces(q.shape[1], max(q.shape[0] * q.shape[2] * k.shape[1], learner.products)):
+            allowed = _allowed(seen, rows, learner.groups)
             with torch.no_grad():
                 mass = _looked_at(q[:, rows], k, allowed, scale, sinks)
-                mass = mass if self.teach.region is None else collectives.summed(mass, self.teach.region.group)
-            given = learner.q[:, rows], learner.share[:, rows], learner.k, allowed, mass
-            whole = not torch.is_grad_enabled() or learner.q[:, rows].shape == learner.q.shape
-            parts.append(divergence(*given) if whole else checkpoint(divergence, *given, use_reentrant=False))
+                mass = mass.sum(1, keepdim=True) if learner.groups == 1 else mass
+                given = (rows, *self._of_all_heads(allowed, mass))
+            whole = not torch.is_grad_enabled() or mass.shape[2] == q.shape[1]
+            parts.append(
+                learner.divergence(*given) if whole else checkpoint(learner.divergence, *given, use_reentrant=False)
+            )
         return torch.cat(parts, dim=1)
 
+    def _of_all_heads(self, allowed: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+        """(allowed, mass) with what the heads of other ranks of tp see: side by side, or added to one choice's."""
+        region = self.teach.region
+        if region is None:
+            return allowed, mass
+        if not self.teach.choices:
+            return allowed, collectives.summed(mass, region.group)
+        own = allowed.expand(mass.shape).to(mass.dtype)
+        mass, seen = (collectives.all_gather(t, 1, region.group) for t in (mass, own))
+        return seen > 0, mass
 
-def _allowed(seen: Any, rows: slice) -> Tensor:
-    """bool [B or 1, Q, K] of these queries."""
+
+def _allowed(seen: Any, rows: slice, groups: int) -> Tensor:
+    """bool [B or 1, groups or 1, Q, K] of these queries."""
     if isinstance(seen, Mask):
-        return seen.select(rows, slice(None)).dense()[:, 0]
+        return seen.select(rows, slice(None)).dense()[:, :1]
     if isinstance(seen, Choice):
-        return Choice(seen.index[:, rows], seen.seen[:, rows], seen.keys).dense()[:, 0]
-    return to_dense(seen)[:, :, rows].any(dim=1)
+        return Choice(seen.index[:, rows], seen.seen[:, rows], seen.keys, seen.groups).dense()
+    dense = to_dense(seen)[:, :, rows]
+    return dense.unflatten(1, (min(groups, dense.shape[1]), -1)).any(dim=2)
 
 
 def _looked_at(q: Tensor, k: Tensor, allowed: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-    """fp32 [B, Q, K]: the weights of attention of q [B, Q, N, H] on k [B, K, G, H], summed over heads.
+    """fp32 [B, G, Q, K]: the weights of attention of q [B, Q, N, H] on k [B, K, G, H], summed over a group's heads.
 
     sinks: [N] or None; what a head gives to its sink it takes from its keys.
     """
     groups = k.shape[2]
     rows = q.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)  # [B, G, R, Q, H]
     scores = upcast(rows @ k.permute(0, 2, 3, 1).unsqueeze(2)) * scale
-    scores = scores.masked_fill(~allowed[:, None, None], -torch.inf)
+    scores = scores.masked_fill(~allowed[:, :, None], -torch.inf)
     if sinks is not None:
         sunk = upcast(sinks).unflatten(0, (groups, -1))[..., None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat((scores, sunk), -1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
-    return weights.nan_to_num(0).sum((1, 2))  # NaN for a query without keys
+    return weights.nan_to_num(0).sum(2)  # NaN for a query without keys
 
 
 def divergence(q: Tensor, share: Tensor, k: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
@@ -142,6 +224,20 @@ def divergence(q: Tensor, share: Tensor, k: Tensor, allowed: Tensor, mass: Tenso
     q [B, Q, heads, d], share [B, Q, heads], k [B, K, d]: see `index_scores`. allowed: bool [B or 1, Q, K]. mass: fp32
     [B, Q, K], not negative, 0 where not allowed. 0 for a query that is allowed no key.
     """
-    scores = index_scores(q, share, k).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return _divergence(index_scores(q, share, k), allowed, mass)
+
+
+def block_divergence(scores: Tensor, chosen: Tensor, mass: Tensor) -> Tensor:
+    """[B, Q]: KL(p || softmax of the scores of the chosen blocks), summed over groups of heads.
+
+    scores: fp32 [B, G, Q, C]. chosen: bool [B, G or 1, Q, C]. mass: fp32 [B, G, Q, C], of which that of chosen blocks,
+    divided by its sum, is p. 0 for a query without a chosen block.
+    """
+    return _divergence(scores, chosen, mass.where(chosen, 0)).sum(1)
+
+
+def _divergence(scores: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
+    """Over the last dimension, of which a row without an allowed entry gives 0."""
+    scores = scores.masked_fill(~allowed, torch.finfo(torch.float32).min)
     p = mass / mass.sum(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
     return (torch.special.xlogy(p, p) - p * scores.log_softmax(-1)).sum(-1)

@@ -124,10 +124,10 @@ class TensorParallel:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
             how["options"] = dataclasses.replace(options, experts=inner)
+        heads = field_of(how["config"], "choice_heads") if HEADS in self.sharded else 0
         teaching = how["options"].context
         if isinstance(teaching, TeachIndexers):
-            how["options"] = dataclasses.replace(how["options"], context=teaching.over_heads(self.region))
-        heads = field_of(how["config"], "choice_heads") if HEADS in self.sharded else 0
+            how["options"] = dataclasses.replace(how["options"], context=teaching.over_heads(self.region, heads))
         if heads and more.get("choices") is not None:
             more["choices"] = of_own_heads(more["choices"], heads, self.region)
         x, aux = block(here, x, mask, self._of_heads(freqs), **how, **more)

@@ -46,7 +46,8 @@ def choose_blocks(
         )
     with torch.no_grad():
         x = (x[0].detach(), x[1].detach()) if isinstance(x, tuple) else x.detach()
-        return _chosen(ctx, weights, x, freqs, mask, heads, indexer)
+        seen = _chosen(ctx, weights, x, freqs, mask, heads, indexer)
+    return ctx.chose_blocks(weights, x, freqs, mask, seen, indexer=indexer, groups=heads[1])
 
 
 def _chosen(
