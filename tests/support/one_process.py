@@ -84,7 +84,7 @@ WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
 # What trains indexers of keys and of blocks of them, by the stage: as a warm-up and beside the next-token loss.
 CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa", "dense pools": "qwen4_exp", "sparse pools": "glm5_next"}
-CHOOSING |= {"sparse blocks": "minimax_m3"}
+CHOOSING |= {"sparse blocks": "minimax_m3", "sparse windows": "deepseek_v4"}
 NAMED = MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | DEPTH | WHOLE | TAUGHT | CHOOSING
 NAMED |= HEADS
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}

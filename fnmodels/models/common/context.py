@@ -53,6 +53,7 @@ from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import USUAL, Block, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
+from .choice_hooks import ChoiceHooks
 from .chosen_keys import chosen_keys
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
@@ -63,7 +64,7 @@ PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where 
 _USE, _NO_DROPOUT = SlotUse(), Dropout()
 
 
-class Context:
+class Context(ChoiceHooks):
     """The services of one call of one layer's block; created in each call, inside the remat or compiled region.
 
     options, taps, use: static, bound to the block. tensors: keyword tensors of this call, such as valid and routing,
@@ -222,10 +223,6 @@ class Context:
         k, v = expanded(weights, latent, rope, widths=widths)
         q, k, v = self._tapped(q, k, v)
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale, sinks=sinks))
-
-    def chose_blocks(self, weights: Any, x: Any, freqs: Any, mask: Any, seen: Any, *, indexer: Any, groups: int) -> Any:
-        """What attention sees of a mask: `seen`, made by `choose_blocks` of its other arguments; x has no gradient."""
-        return seen
 
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: MaskLike, *, indexer: Indexer) -> Any:
         """The mask of the few keys that each query of x [B, S, D] attends to; see `fnmodels.ops.indexer`.

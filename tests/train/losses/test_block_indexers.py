@@ -1,4 +1,4 @@
-"""The loss of indexers that choose blocks of keys: divergences by loops, and gradients of indexers alone."""
+"""The loss of indexers that choose blocks or windows of keys: divergences by loops, gradients of indexers alone."""
 
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,15 +11,17 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common.context import Context
+from fnmodels.models.common.deepseek_v4.windows import window_keys
 from fnmodels.models.common.family import own_choices
 from fnmodels.ops import indexer as ops
+from fnmodels.ops.attention.windows import visible
 from fnmodels.ops.indexer import keys_of
 from tests.support.cases import Batch, Case, batch_of, cases, generic_params, off, segments, trainable
 from train.losses.indexers import teaching
 from train.losses.indexers.loss import indexer_loss
 
-NAMES = ("minimax_m3", "minimax_m3_local_tied", "qwen4_exp", "glm5_next", "glm5_next_groups_tied")
-CASES = {case.name: case for case in cases() if case.name in NAMES}
+BLOCKS = ("minimax_m3", "minimax_m3_local_tied", "qwen4_exp", "glm5_next", "glm5_next_groups_tied")
+CASES = {case.name: case for case in cases() if case.name in (*BLOCKS, "deepseek_v4")}
 IDS = segments((-2, 13, 5), (7, 11, -2))
 STAGES = ("dense", "sparse")
 every_case = pytest.mark.parametrize("name", CASES)
@@ -41,15 +43,28 @@ def run(params: Any, batch: Any, config: Any, stage: str, **options: Any) -> tup
 
 
 class Noting(Context):
-    """Notes what each layer's choice of blocks was made of, and lets attention see all keys in the dense stage."""
+    """Notes the scores of each layer's choice, and lets attention see all keys in the dense stage."""
 
     notes: ClassVar[list[Any]] = []
     dense: ClassVar[bool] = False
 
     def chose_blocks(self, weights: Any, x: Any, freqs: Any, mask: Any, seen: Any, *, indexer: Any, groups: int) -> Any:
         if weights is not None:
-            self.notes.append((weights, x, freqs, mask, indexer, groups))
+            keys = keys_of(mask)
+            blocks, of, _ = indexer.scores(weights, x, indexer.index(weights, x, freqs), freqs, keys)
+            self.notes.append((blocks.slots, of(slice(None)), keys.allowed(), indexer.fewest))
         return mask if self.dense else seen
+
+    def chose_windows(
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, how: Any
+    ) -> Any:
+        keys = window_keys(self, weights["compressor"], inputs[0], mask["windows"], freqs["start"], how=how)
+        queries = ops.index_queries(weights, *inputs, keys.keys.shape[-1], freqs["table"], indexer)
+        ended, among = visible(mask["windows"], keys), None if self.dense else among
+        each = torch.arange(ended.shape[-1]).expand(len(ended), -1)  # a window is a block of one key
+        seen = ended if among is None else ended & among
+        self.notes.append((each, ops.index_scores(*queries, keys.keys).unsqueeze(2), seen[:, 0], 1))
+        return among
 
 
 def expected(case: Case, batch: Batch, params: Any, stage: str, patch: pytest.MonkeyPatch) -> Tensor:
@@ -62,24 +77,20 @@ def expected(case: Case, batch: Batch, params: Any, stage: str, patch: pytest.Mo
     _, taps = fnmodels.forward(params, *batch.prepared(), config=case.config, **options)
     total = torch.zeros((), dtype=torch.float64)
     assert len(Noting.notes) == len(layers)
-    for (weights, x, freqs, mask, indexer, groups), name in zip(Noting.notes, names, strict=True):
-        keys = keys_of(mask)
-        blocks, of, _ = indexer.scores(weights, x, indexer.index(weights, x, freqs), freqs, keys)
-        scores, visible = of(slice(None)), keys.allowed()
-        mass = taps[name].detach().unflatten(1, (groups, -1)).sum(2)
+    for (slots, scores, allowed, fewest), name in zip(Noting.notes, names, strict=True):
+        groups = scores.shape[2]
+        mass = taps[name].detach().unflatten(1, (groups, -1)).sum(2)[..., -allowed.shape[-1] :]
         for b, t in batch.labels.ge(0).nonzero().tolist():
             for group in range(groups):
-                total = total + _of_token(
-                    indexer, blocks.slots[b], scores[b, t, group], visible[b, t], mass[b, group, t]
-                )
+                total = total + _of_token(slots[b], scores[b, t, group], allowed[b, t], mass[b, group, t], fewest)
     return total
 
 
-def _of_token(indexer: Any, slots: Tensor, scores: Tensor, visible: Tensor, mass: Tensor) -> Tensor:
+def _of_token(slots: Tensor, scores: Tensor, visible: Tensor, mass: Tensor, fewest: int) -> Tensor:
     members: dict[int, list[int]] = {}
     for u in visible.nonzero().flatten().tolist():
         members.setdefault(int(slots[u]), []).append(u)
-    looked = {block: float(mass[keys].sum()) for block, keys in members.items() if len(keys) >= indexer.fewest}
+    looked = {block: float(mass[keys].sum()) for block, keys in members.items() if len(keys) >= fewest}
     looked = {block: seen for block, seen in looked.items() if seen > 0}
     if not looked:
         return scores.new_zeros(())
@@ -113,7 +124,9 @@ def test_block_indexer_loss_of_documents_apart_and_in_pieces(name: str, monkeypa
     whole = run(params, batch.batch(), case.config, "sparse")
     parts = [run(params, part, case.config, "sparse")[2]["indexer_kl"] for part in fnmodels.split(batch.batch(), 2)]
     assert off(sum(parts), whole[2]["indexer_kl"]) < 1e-9
-    gathered = run(params, batch.batch(), case.config, "sparse", kernel="sparse")
+    gathered = whole
+    if name != "deepseek_v4":
+        gathered = run(params, batch.batch(), case.config, "sparse", kernel="sparse")
     monkeypatch.setattr(ops, "_MOST", 1)
     for other in (run(params, batch.batch(), case.config, "sparse"), gathered):
         assert off(other[0], whole[0]) < 1e-9

@@ -42,6 +42,7 @@ def indexer_loss(
     of an indexer have none either: the divergence trains indexers alone, and the next-token loss everything else.
     An indexer that chooses blocks of keys learns the sums of weights of each block: over complete blocks where only
     these are chosen by score, and for each head of keys apart where each has a choice, whose divergences are added.
+    One that chooses keys of windows learns the weights of these keys, without those of tokens beside them.
     Layers that take the choice of an earlier one have no indexer, and no term. Which parameters train says the
     optimizer's spec: `with_indexers(spec, stage)`.
 
@@ -60,9 +61,9 @@ def indexer_loss(
         The sum; the number of labels that count; {"indexer_kl": the sum of the divergences without their weight}.
 
     Raises:
-        ValueError: For another stage, a model without an indexer or with one of compressed keys, a context of the
-            caller's own, a pipeline, a batch with `choices` in the dense stage, and for tensor parallelism with
-            sequence=True or that does not divide heads of keys with a choice of blocks each.
+        ValueError: For another stage, a model without an indexer, a context of the caller's own, a pipeline, a batch
+            with `choices` in the dense stage, and for tensor parallelism with sequence=True or that does not divide
+            heads of keys with a choice of blocks each.
     """
     given = ForwardOptions(**options)
     _check(params, batch, config, stage, given)
@@ -88,14 +89,8 @@ def _check(
     if stage not in ("dense", "sparse"):
         raise ValueError(f"stage is {stage!r}; it is 'dense', the warm-up, or 'sparse'.")
     family = fnmodels.family_of(config)
-    if not (own := own_choices(family.kinds(config))):
+    if not own_choices(family.kinds(config)):
         raise ValueError(f"indexer_loss is for models whose attention chooses its keys; {config.model_type} does not.")
-    flat = tree.flatten(family.spec(config))
-    if not all(f"layers.{i}.attention.indexer.k_proj" in flat for i in own):
-        raise ValueError(
-            "indexer_loss trains indexers that score keys or blocks of them, and layers of a "
-            f"{config.model_type} choose windows of compressed keys, whose indexers have no such loss yet."
-        )
     if options.context is not None:
         raise ValueError("indexer_loss has a context of its own, in which layers compare scores: leave context out.")
     if stage == "dense" and "choices" in batch:

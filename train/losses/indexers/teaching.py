@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask
 from fnmodels.models.common.context import Context
+from fnmodels.models.common.deepseek_v4.windows import window_keys
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.indexer import (
@@ -141,6 +142,21 @@ class _Teaching(Context):
             self.learner = _OfBlocks(indexer.scores(weights, x, read, freqs, keys), keys, indexer.fewest, groups)
         return self.seen
 
+    def chose_windows(
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, how: Any
+    ) -> Any:
+        (x, latent), table = inputs, freqs["table"]
+        keys = window_keys(self, weights["compressor"], x, mask["windows"], freqs["start"], how=how).keys
+        self.learner = _OfKeys(*index_queries(weights, x, latent, keys.shape[-1], table, indexer), keys)
+        return None if self.teach.dense else among
+
+    def saw_windows(
+        self, q: Tensor, keys: Tensor, seen: Tensor, tokens: int, *, scale: float, sinks: Tensor | None
+    ) -> None:
+        if self.learner is not None:
+            sinks = None if sinks is None else sinks.detach()
+            self.aux[TAP] = self._divergences(q.detach(), keys.detach(), seen, scale, sinks, tokens)
+
     def _of_all_choices(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """The weights with the queries of all heads that choose, which ranks of tp share: all compute the same."""
         region, choices = self.teach.region, self.teach.choices
@@ -164,14 +180,19 @@ class _Teaching(Context):
             self.aux[TAP] = self._divergences(q.detach(), k, seen, scale, None if sinks is None else sinks.detach())
         return out
 
-    def _divergences(self, q: Tensor, k: Tensor, seen: Any, scale: float, sinks: Tensor | None) -> Tensor:
-        """[B, Q], few queries at a time, whose scores are computed again in the backward pass."""
+    def _divergences(
+        self, q: Tensor, k: Tensor, seen: Any, scale: float, sinks: Tensor | None, first: int = 0
+    ) -> Tensor:
+        """[B, Q], few queries at a time, whose scores are computed again in the backward pass.
+
+        first: the first of the keys that the indexer scores.
+        """
         learner, parts = self.learner, []
         assert learner is not None
         for rows in pieces(q.shape[1], max(q.shape[0] * q.shape[2] * k.shape[1], learner.products)):
             allowed = _allowed(seen, rows, learner.groups)
             with torch.no_grad():
-                mass = _looked_at(q[:, rows], k, allowed, scale, sinks)
+                mass, allowed = _looked_at(q[:, rows], k, allowed, scale, sinks)[..., first:], allowed[..., first:]
                 mass = mass.sum(1, keepdim=True) if learner.groups == 1 else mass
                 given = (rows, *self._of_all_heads(allowed, mass))
             whole = not torch.is_grad_enabled() or mass.shape[2] == q.shape[1]

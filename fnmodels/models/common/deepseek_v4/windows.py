@@ -136,20 +136,34 @@ def choose_windows(
     {"table": of the tokens, "start": see `window_keys`}. The choice, of windows by the position of their last token in
     the document, is the tap "choices", and the keyword `choices` of the block's call replaces it. It has no gradient.
     """
+    x, latent = (t.detach() for t in inputs)
     with torch.no_grad():
-        x, latent = (t.detach() for t in inputs)
-        choices, windows = ctx.tensors.get("choices"), mask["windows"]
-        keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
-        allowed = visible(windows, keys)
-        named = Keys(allowed, windows.segments, keys.segments, keys.ends)
-        if choices is None and keys.keys.shape[1] <= indexer.count:
-            if ctx.wants("choices"):
-                ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
-            return None
-        if choices is None:
-            choices = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
-        choices = ctx.aux["chosen"] = ctx.tap("choices", choices)
-        return chosen(named, choices)
+        among = _chosen_windows(ctx, weights, x, latent, mask, freqs, indexer, how)
+    return ctx.chose_windows(weights, (x, latent), mask, freqs, among, indexer=indexer, how=how)
+
+
+def _chosen_windows(
+    ctx: Context,
+    weights: Mapping[str, Any],
+    x: Tensor,
+    latent: Tensor,
+    mask: Mapping[str, Any],
+    freqs: Mapping[str, Tensor],
+    indexer: Indexer,
+    how: Compressor,
+) -> Tensor | None:
+    choices, windows = ctx.tensors.get("choices"), mask["windows"]
+    keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
+    allowed = visible(windows, keys)
+    named = Keys(allowed, windows.segments, keys.segments, keys.ends)
+    if choices is None and keys.keys.shape[1] <= indexer.count:
+        if ctx.wants("choices"):
+            ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
+        return None
+    if choices is None:
+        choices = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
+    choices = ctx.aux["chosen"] = ctx.tap("choices", choices)
+    return chosen(named, choices)
 
 
 def attend_to_windows(
@@ -192,6 +206,7 @@ def attend_to_windows(
     rows = max(near.shape[0], far.shape[0])
     seen = torch.cat([part.expand(rows, -1, -1, -1) for part in (near, far)], -1)
     keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
+    ctx.saw_windows(q, keys, seen, kv.shape[1], scale=scale, sinks=sinks)
     show = ctx.tap if ctx.wants_any(("attention.scores", "attention.pattern")) else None
     z = attention(q, keys, keys, seen, kernel=kernel, scale=scale, sinks=sinks, tap=show)
     return ctx.tap("attention.z", z)
