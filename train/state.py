@@ -126,4 +126,17 @@ def consume(state: State) -> None:
         object.__delattr__(state, name)
 
 
+def is_consumed(state: State) -> bool:
+    """Whether a step has taken the State over."""
+    return not vars(state)
+
+
+def hand_back(state: State, later: State) -> None:
+    """Gives a consumed State the tensors of a later one, which is consumed in its place."""
+    values = dict(vars(later))
+    consume(later)
+    for name, value in values.items():
+        object.__setattr__(state, name, value)
+
+
 _FIELDS = tuple(field.name for field in fields(State))

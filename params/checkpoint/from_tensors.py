@@ -33,7 +33,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
     """The parameters from pairs of names on disk and tensors, the inverse of `export`.
 
     A model of transformers in memory: `model.state_dict().items()`, with experts that are stacked there. Where its
-    modules join or reorder what files have apart (Kimi Linear, OLMo Hybrid), transformers.core_model_loading has
+    modules reorder what files have (the towers of Kimi K2.5 and Step 3.7), transformers.core_model_loading has
     `revert_weight_conversion(model, model.state_dict()).items()`, the tensors of files.
 
     Args:

@@ -8,7 +8,7 @@ from fnmodels import tree
 from fnmodels.models.common.family import field_of, function_of, traits_of
 from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
-from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, disk_names, renamed
+from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, disk_names, fuse, renamed
 
 _EXPERT = re.compile(r"(.*\.experts)\.0\..*")
 
@@ -35,10 +35,22 @@ def module_names(config: Any) -> dict[str, Stored]:
             stored_names[path] = replace(stored_slice, transposed=False)
         if "{leaf}" in (name := disk_names(stored_names[path])[0]):
             stored_names[path] = name.format(leaf=re.sub("_(proj|bias)$", "", path.rpartition(".")[2]))
+    stored_names |= _joined_convolutions(stored_names, leaves)
     first = {name.partition(".")[0] for stored in stored_names.values() for name in disk_names(stored)}
     if field_of(config, "head") == "none" and len(first) == 1:
         stored_names = {path: renamed(stored, r"^\w+\.", "") for path, stored in stored_names.items()}
     return stored_names
+
+
+def _joined_convolutions(names: dict[str, Stored], leaves: dict[str, Leaf]) -> dict[str, Stored]:
+    """{path: rows of `conv1d`} of the convolutions of q, k and v, which files have apart."""
+    found: dict[str, Stored] = {}
+    for path, stored in names.items():
+        if isinstance(stored, str) and stored.endswith(".q_conv1d.weight"):
+            paths = [f"{path.removesuffix('q_conv')}{name}_conv" for name in "qkv"]
+            rows = {each: leaves[each].shape[0] for each in paths}
+            found |= fuse(stored.replace(".q_conv1d.", ".conv1d."), rows)
+    return found
 
 
 def _stacked(path: str, stored: Stored, leaves: dict[str, Leaf]) -> Stored:

@@ -210,7 +210,9 @@ class _Reader:
         key = f"{module}.weight" if named else module  # as PEFT matches patterns
         rank = self.settings.rank_of(key)
         table = "table_a" in parts or "table_b" in parts
-        shapes: dict[str, tuple[int, ...]] = {"a": (rank, in_size), "b": (out_size, rank)}
+        # PEFT begins these with factors of the weight, which has no more of them than rows or columns.
+        width = min(rank, out_size, in_size) if self.settings.mutated and not table else rank
+        shapes: dict[str, tuple[int, ...]] = {"a": (width, in_size), "b": (out_size, width)}
         shapes = {"table_a": (rank, out_size), "table_b": (in_size, rank)} if table else shapes
         if self.settings.dora and table:
             raise UnsupportedError(f"{module} is an embedding with DoRA, which is not supported.")

@@ -26,7 +26,7 @@ from .auto_round import AUTO_ROUND, auto_round
 from .declared import Declaration, Described, Quantization, declared_dtype, shape_of
 from .form import Form
 from .schemes import compressed_tensors, modelopt, quark
-from .settings import MODULES, bits_of, group_of
+from .settings import MODULES, bits_of, group_of, refuse_rotation
 from .torchao import torchao
 
 Read = Callable[[Fields, str], Quantization]
@@ -106,7 +106,7 @@ def _name(inner: Fields) -> str:
 # Settings of quantizers and of kernels, without effect on what the files mean.
 _GPTQ = """
     act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
-    dataset disable_exllama exllama_config hyb_act lm_head max_input_length meta model_file_base_name
+    dataset disable_exllama exllama_config hyb_act lm_head max_input_length model_file_base_name
     model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize pad_token_id
     quantizer static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama
 """
@@ -176,6 +176,7 @@ def _gptq(inner: Fields, method: str) -> Quantization:
     overrides = inner.take("dynamic", {})
     if not isinstance(overrides, Mapping) or not all(isinstance(entry, Mapping) for entry in overrides.values()):
         raise ConfigError(f"{inner.where}: 'dynamic' is {shown(overrides)}, but must map patterns to settings.")
+    refuse_rotation(inner)
     quantizer = AUTO_ROUND.split() if inner.read["autoround_version"] is not None else []
     inner.finish(ignored=(*_GPTQ.split(), *quantizer))
     settings = {(bits, group)}
@@ -202,6 +203,7 @@ def _awq(inner: Fields, method: str) -> Quantization:
     inner.expect("zero_point", True)
     if inner.take("backend", "") == "llm-awq":
         raise UnsupportedError(f"{inner.where}: 'backend' is \"llm-awq\", whose files have another layout than gemm.")
+    refuse_rotation(inner)
     inner.finish(ignored=(*_GPTQ.split(), *_AWQ.split(), *MODULES))
     return Quantization(method, (forms.awq_gemm(group) if version == "gemm" else forms.awq_gemv(group),))
 

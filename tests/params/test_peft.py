@@ -242,13 +242,21 @@ def test_embeddings_and_heads_equal_pefts_both_ways(name: str, trained: str, tmp
     _both_ways(case, options, tmp_path)
 
 
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_a_rank_above_a_side_of_the_weight_is_that_side(initial: str, tmp_path: Path) -> None:
+    """Where PEFT begins with factors of the weight; the scale is that of the rank in the file."""
+    case = _case("llama_attention_bias")
+    modules = [name for name in linear_modules(case.model()) if "layer" in name]
+    _both_ways(case, {"r": 1000, "init_lora_weights": initial, "target_modules": modules}, tmp_path)
+
+
 def _both_ways(case: PeftCase, options: dict[str, Any], tmp_path: Path) -> None:
     """A model of PEFT, everything that it trains generic, has our logits; and so has PEFT's of what we save."""
     initial = options.setdefault("init_lora_weights", False)
     narrow = initial in ("pissa", "olora", "mica")  # PEFT decomposes no fp64, and subtracts from the base in fp32
     # sums of fp32 in other orders: 4e-6 on one processor, 6.1e-6 on another
     dtype, bound = (torch.float32, 1e-5) if narrow else (torch.float64, 1e-6)
-    settings = peft.LoraConfig(r=2, lora_alpha=3, **options)
+    settings = peft.LoraConfig(**{"r": 2, "lora_alpha": 3} | options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(case.fresh(dtype), settings)

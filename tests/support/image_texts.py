@@ -12,7 +12,9 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models import vision_language
+from params.checkpoint.module_names import module_names
 from tests.support.cases import generic_params
+from tests.support.naming import fewest, pairs_of
 
 TEXT = 40  # the ids of text are below
 
@@ -67,6 +69,13 @@ def image_cases(*, every: bool = False) -> tuple[ImageCase, ...]:
             shown = label if label.startswith(name) else f"{name}_{label}"
             found.append(ImageCase(shown, family, config, tests, label))
     return tuple(found)
+
+
+def image_cases_of_all_names() -> list[ImageCase]:
+    """`image_cases`, and of the others a few that have between them all names of transformers' modules."""
+    found, every = image_cases(), image_cases(every=True)
+    known = set[str]().union(*(pairs_of(module_names(case.config)) for case in found))
+    return [*found, *fewest({case: pairs_of(module_names(case.config)) - known for case in every})]
 
 
 def _configs(tests: Any, family: Any, name: str) -> dict[str, Any]:

@@ -31,13 +31,13 @@ from tests.fnmodels.models import (
     test_whisper,
 )
 from tests.support.cases import Case, cases, collected, structure
-from tests.support.image_texts import image_cases
+from tests.support.image_texts import image_cases_of_all_names
 from tests.support.naming import covering_names, pairs_of
 from tests.support.oracle import params_of, shared_model
 
-# transformers concatenates these in memory, and PEFT adapts no convolutions that files have apart
+# transformers concatenates these in memory
 _MESSAGES = tuple(f"messages.{name}" for name in ("q", "k", "v", "mlp"))  # in a tensor of three dimensions
-CONCATENATED = ("q_conv", "k_conv", "v_conv", *_MESSAGES)
+CONCATENATED = _MESSAGES
 # transformers has these in another order of rows: no adapter of theirs is read
 REORDERED = re.compile(r"vision\.layers\.\d+\.attention\.[qkv]_(proj|bias) .*\.(wqkv\.|attn\.in_proj_)")
 
@@ -73,10 +73,7 @@ def peft_cases() -> tuple[PeftCase, ...]:
         if case.values is not None and not own_code:
             first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
     found = [decoder_case(case) for case in first.values()]
-    images, every = image_cases(), image_cases(every=True)
-    towers = set().union(*(families_in(case.config) for case in images))
-    others = [case for case in every if not families_in(case.config) <= towers]
-    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in (*images, *others)]
+    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in image_cases_of_all_names()]
     for name in test_vision.EVERY:
         made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
         found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))

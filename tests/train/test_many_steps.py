@@ -129,3 +129,27 @@ def test_a_batch_that_many_steps_cannot_take_leaves_the_state_as_it_was(graphs):
     with pytest.raises(ValueError, match="list of microbatches is empty"):
         step.many(state, [BATCHES[0], []])
     assert int(state.step) == 0 and same_bits(state.params, params())
+
+
+@pytest.mark.parametrize("compile", ["none", "step"])
+def test_a_batch_that_raises_in_between_hands_the_state_back(graphs, compile):
+    """As it is after the steps before: nothing is lost. `compile`: the batch has a form that torch cannot trace."""
+    optimizer = train.adamw(0.1)
+
+    def reads_few(params, batch):
+        if len(batch["x"]) == 5 and (compile == "none" or torch.compiler.is_compiling()):
+            raise ValueError(f"{float(batch['x'].sum())} cannot be read here")
+        return loss(params, batch)
+
+    step, state = make_step(reads_few, optimizer, compile=compile), init_state(params(), optimizer)
+    few = tree.map(lambda t: t[:5], BATCHES[1])
+    with pytest.raises(ValueError, match=r"cannot be read here|cannot trace") as raised:
+        step.many(state, [*BATCHES[:2], few, BATCHES[2]])
+    assert raised.value.__notes__ == ["step.many took 2 of 4 steps; the State passed is that after them."]
+    two, _ = step.many(init_state(params(), optimizer), BATCHES[:2])
+    assert same_bits(state, two)
+    assert same_bits(step(state, BATCHES[2])[0], step(two, BATCHES[2])[0])
+    unchanged = init_state(params(), optimizer)
+    with pytest.raises(ValueError, match=r"cannot be read here|cannot trace") as raised:
+        make_step(reads_few, optimizer, compile=compile, inplace=False).many(unchanged, [*BATCHES[:2], few])
+    assert int(unchanged.step) == 0 and not hasattr(raised.value, "__notes__")

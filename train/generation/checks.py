@@ -7,6 +7,7 @@ from typing import Any, SupportsIndex
 import torch
 
 import fnmodels
+from fnmodels.models.common.family import field_of
 from fnmodels.models.common.registry import family_of, text_config, token_ids
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.position_range import check_count, position_range
@@ -36,6 +37,7 @@ def check_request(
     config: of the model, the whole one where it reads images. capacity: the tokens that its row of the cache has room
     for. learned: of `learned_positions`. memories: whether the run keeps what layers attend to, see `memories_of`.
     """
+    check_head(config)
     size = len(request.prompt)
     if not size:
         raise ValueError(f"The prompt of request {row} is empty: there must be at least one token to continue.")
@@ -76,6 +78,15 @@ def check_request(
     if known is not None and reach > known:
         one = torch.zeros(1, 1, dtype=torch.int64)
         check_count(text, fnmodels.prepare(text, one, length=1)[2], reach)
+
+
+def check_head(config: Any) -> None:
+    """ValueError for a model without a head for tokens, whose hidden states would be read as logits."""
+    if (head := field_of(text_config(config), "head")) not in ("lm", "masked_lm"):
+        raise ValueError(
+            f"Tokens are drawn from logits, but the model's head is {head!r}: a checkpoint of a class such as "
+            "LlamaForCausalLM has one, and that of LlamaModel has none."
+        )
 
 
 def _check_turns(row: int, request: Request, config: Any, memories: bool) -> None:

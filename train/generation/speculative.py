@@ -25,7 +25,7 @@ from fnmodels.ops.invariant.rows import invariant_rows
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
-from .checks import check_request, learned_positions
+from .checks import check_head, check_request, learned_positions
 from .decoder_traits import Decodes
 from .images import text_model
 from .prompts import activations, empty_caches, prefilled, run_all
@@ -104,6 +104,7 @@ def speculate(
     if draft_params is None or draft_config is None:
         draft = _Head(model, made)
     else:
+        check_head(draft_config)
         _check_vocabulary(model.config, text_config(draft_config))
         draft = _Side(draft_params, draft_config, made, chunk, options)
     device = model.device

@@ -11,6 +11,7 @@ from fnmodels.tree import Tree
 from train.batch import check_entries
 
 from .cross_entropy import check_labels, check_targets, cross_entropy
+from .lm_head import head_name
 
 _SOURCE = ("tokens", "positions", "segment_ids")
 _TARGET = ("decoder_tokens", "decoder_positions", "decoder_segment_ids")
@@ -42,9 +43,10 @@ def pair_loss(
         The sum of the labels' cross entropies in nats, and the number of labels that count.
 
     Raises:
-        ValueError: An entry is missing, or the model has a single stack.
+        ValueError: An entry is missing, the model has a single stack, or it has no head.
     """
     check_entries(batch, *_SOURCE, *_TARGET, "labels")
+    head_name(config)  # refuses a model without one
     check_labels(batch["labels"], batch["decoder_tokens"].shape, "decoder_tokens")
     check_targets(batch["labels"], config.vocab_size)
     given = {name: batch[name] for name in (*_SOURCE[1:], *_TARGET[1:])}

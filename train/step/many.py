@@ -12,7 +12,7 @@ from fnmodels import tree
 from fnmodels.ops.torch_compilation import without_guards
 from train.batch import Batches, Entries
 from train.gradients import Metrics
-from train.state import State
+from train.state import State, hand_back, is_consumed
 from train.update import StepFunction
 
 
@@ -49,18 +49,26 @@ class Step:
 
         Raises:
             ValueError: for no batch, for stacked entries that differ in k, and for metrics that have other shapes than
-                those of the first step. A batch that raises leaves the State of an in-place step used up, unless it is
-                the first. With compile="step" all batches are checked before the first step.
+                those of the first step. With compile="step" all batches are checked before the first step. Where a
+                later batch raises all the same, an in-place step hands back `state` as it is after the steps before;
+                a note of the error says how many these are.
         """
-        given, metrics = _each(batches), list[Metrics]()
-        for known, steps in itertools.groupby(self._planned(state, given, batches), lambda step: step.known):
-            with without_guards() if known else nullcontext():
-                for step in steps:
-                    state, measured = step.run(state)
-                    if metrics:
-                        _check_alike(metrics[0], measured, len(metrics))
-                    metrics.append(measured)
-        return state, tree.map(lambda *values: torch.stack(values), *metrics)
+        given, metrics, after = _each(batches), list[Metrics](), state
+        try:
+            for known, steps in itertools.groupby(self._planned(state, given, batches), lambda step: step.known):
+                with without_guards() if known else nullcontext():
+                    for step in steps:
+                        after, measured = step.run(after)
+                        metrics.append(measured)
+                        _check_alike(metrics[0], measured, len(metrics) - 1)
+        except BaseException as error:
+            if is_consumed(state) and not is_consumed(after):
+                hand_back(state, after)
+                error.add_note(
+                    f"step.many took {len(metrics)} of {len(given)} steps; the State passed is that after them."
+                )
+            raise
+        return after, tree.map(lambda *values: torch.stack(values), *metrics)
 
     def _planned(
         self, state: State, each: Sequence[Batches], batches: Entries | Sequence[Batches]

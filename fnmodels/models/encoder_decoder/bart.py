@@ -28,7 +28,7 @@ from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import bias, embedding, layer_norm_leaves
 from fnmodels.models.common.storage import StoredNames, TensorSlice
 from fnmodels.models.encoder_decoder import transformer
-from fnmodels.models.encoder_decoder.classes import declared_class
+from fnmodels.models.encoder_decoder.classes import declared_class, headless
 from fnmodels.models.encoder_decoder.cross_attention import memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.models.encoder_decoder.transformer import block  # noqa: F401
@@ -110,7 +110,7 @@ class Config(transformer.PairConfig):
         fields, form = Fields({**_rates(model_type), **_layerdrop(model_type), **values}), _FORMS[model_type]
         fields.choice("model_type", MODEL_TYPES)
         default = _BASE | form.defaults
-        declared_class(fields, _architecture(model_type))
+        lm = declared_class(fields, _architecture(model_type)) == _architecture(model_type)
         for name, only in (("is_encoder_decoder", True), ("tie_word_embeddings", True), ("is_decoder", False)):
             fields.expect(name, only)
         sizes = transformer.pair_fields(fields, default)
@@ -124,6 +124,7 @@ class Config(transformer.PairConfig):
             norm_first=form.norm_first,
             first_position=first,
             embed_scale=fields.boolean("scale_embedding", default["scale_embedding"]),
+            head="lm" if lm else "none",
             model_type=model_type,
         )
         config = with_dropout(config, fields)
@@ -136,7 +137,9 @@ class Config(transformer.PairConfig):
         out = {name: json.loads(value) for name, value in self.extra} | transformer.pair_to_hf(self)
         out |= {"scale_embedding": self.embed_scale, "max_position_embeddings": self.max_position_embeddings}
         out |= {"pad_token_id": self.first_position - 1} if self.model_type == "m2m_100" else {}
-        classes = {"architectures": [_architecture(self.model_type)], "model_type": self.model_type}
+        architecture = _architecture(self.model_type)
+        name = architecture if self.head == "lm" else headless(architecture)
+        classes = {"architectures": [name], "model_type": self.model_type}
         rates = dict.fromkeys(_rates(self.model_type), self.dropout.weights)
         return decoder.expressible(self, out | rates | classes)
 
@@ -185,7 +188,8 @@ def hf_names(config: Config) -> StoredNames:
 
 def hf_copies(config: Config) -> dict[str, str]:
     """{name on disk: path of the parameter that it repeats}."""
-    names = ("lm_head.weight", "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
+    names = ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"]
+    names += ["lm_head.weight"] if config.head == "lm" else []
     return dict.fromkeys(names, "embed_tokens") if config.stack == "both" else {}
 
 
@@ -232,9 +236,9 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """The final norm, and of a decoder the tied head: logits [B, S, V]; of an encoder the hidden states [B, S, D]."""
+    """The final norm, and of a decoder the tied head: logits [B, S, V]; without a head the hidden states [B, S, D]."""
     x = transformer.final_norm(params, x)
-    return x if config.stack == "encoder" else linear(x, params["embed_tokens"], params.get("lm_head_bias"))
+    return x if config.head == "none" else linear(x, params["embed_tokens"], params.get("lm_head_bias"))
 
 
 def _preset(model_type: str, width: int, layers: int, **values: Any) -> dict[str, Any]:

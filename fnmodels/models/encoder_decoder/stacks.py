@@ -1,7 +1,7 @@
 """Shared parts of encoder-decoder models: the stacks of a Config, their kinds of layers, masks and tables.
 
 Such a Config has the fields `stack` ("both", "encoder" or "decoder"), `num_hidden_layers` and, of "both",
-`num_decoder_layers`, and the properties `encoder` and `decoder`, the configs of the stacks.
+`num_decoder_layers`, `head` ("lm" or "none"), and the properties `encoder` and `decoder`, the configs of the stacks.
 """
 
 from typing import Any
@@ -17,9 +17,13 @@ STACKS = ("both", "encoder", "decoder")
 
 
 def check_stack(config: Any) -> None:
-    """For a Config's `__post_init__`: ConfigError for an unknown `stack`."""
+    """For a Config's `__post_init__`: ConfigError for an unknown `stack` or `head`; an encoder alone has no head."""
     if config.stack not in STACKS:
         raise ConfigError(f"stack is {config.stack!r}; it must be both, encoder or decoder.")
+    if config.head not in ("lm", "none"):
+        raise ConfigError(f"head is {config.head!r}; it must be lm or none.")
+    if config.stack == "encoder":
+        object.__setattr__(config, "head", "none")
 
 
 def stacks(config: Any) -> dict[str, Any]:

@@ -48,7 +48,8 @@ TRAITS = Traits(
     # Older files have a table that transformers' cross attention had and never read.
     leftovers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
 )
-_CLASSES = {"ForConditionalGeneration": "both", "EncoderModel": "encoder"}
+# The ends of classes: the stack, and the head of the decoder.
+_CLASSES = {"ForConditionalGeneration": ("both", "lm"), "EncoderModel": ("encoder", "none"), "Model": ("both", "none")}
 _PROJECTIONS = {"relu": "relu", "gated-gelu": "gelu_new", "gated-silu": "silu", "gated-relu": "relu", "gelu": "gelu"}
 _SIZES = {"d_model": "hidden_size", "d_kv": "head_dim", "d_ff": "intermediate_size", "num_heads": "num_attention_heads"}
 _SIZES |= {"num_layers": "num_hidden_layers"}
@@ -81,6 +82,7 @@ class Config:
     bias_per_layer: bool = False
     tie_word_embeddings: bool = True
     stack: str = "both"
+    head: str = "lm"
     decoder_start_token_id: int = 0
     initializer_factor: float = 1.0
     dropout: Dropout = Dropout()  # noqa: RUF009 - frozen
@@ -106,14 +108,9 @@ class Config:
             )
 
     @property
-    def head(self) -> str:
-        """An encoder alone has no head."""
-        return "none" if self.stack == "encoder" else "lm"
-
-    @property
     def head_by_file(self) -> bool:
         """Whether files have a head of their own whatever their config.json says: those of mT5."""
-        return self.model_type == "mt5" and self.stack == "both"
+        return self.model_type == "mt5" and self.stack == "both" and self.head == "lm"
 
     @property
     def initializer_range(self) -> float:
@@ -142,7 +139,8 @@ class Config:
         model_type = fields.choice("model_type", MODEL_TYPES)
         default = _DEFAULTS | ({} if model_type == "t5" else _MULTILINGUAL)
         fields.expect("is_decoder", False)
-        both = _stack(fields, model_type.upper()) == "both"
+        stack, head = _stack_and_head(fields, model_type.upper())
+        both = stack == "both"
         form = fields.choice("feed_forward_proj", tuple(_PROJECTIONS), "relu" if model_type == "t5" else "gated-gelu")
         for name, derived in (("dense_act_fn", _PROJECTIONS[form]), ("is_gated_act", form.startswith("gated-"))):
             fields.expect(name, derived)
@@ -165,7 +163,8 @@ class Config:
             bias_per_layer=model_type == "umt5",
             # where outputs are not scaled, files of T5 and umT5 have a head
             tie_word_embeddings=(tied if model_type == "mt5" else scaled) or not both,
-            stack="both" if both else "encoder",
+            stack=stack,
+            head=head,
             decoder_start_token_id=fields.integer("decoder_start_token_id", 0, low=0),
             model_type=model_type,
         )
@@ -187,15 +186,16 @@ class Config:
         tied = self.tie_word_embeddings if self.model_type == "mt5" else self.scale_outputs
         fields |= {"tie_word_embeddings": tied, "is_encoder_decoder": both}
         fields |= {"num_decoder_layers": self.num_decoder_layers} if both else {}
-        name = next(name for name, stack in _CLASSES.items() if stack == self.stack)
+        name = next(name for name, (stack, head) in _CLASSES.items() if (stack, head) == (self.stack, self.head))
         classes = {"architectures": [self.model_type.upper() + name], "model_type": self.model_type}
         return decoder.expressible(self, kept | classes | fields)
 
 
-def _stack(fields: Fields, prefix: str) -> str:
-    known = {prefix + name: stack for name, stack in _CLASSES.items()}
-    name = declared_class(fields, *known, older={"T5WithLMHeadModel": "T5ForConditionalGeneration"})
-    fields.expect("is_encoder_decoder", *((True,) if known[name] == "both" else (False, True)))
+def _stack_and_head(fields: Fields, prefix: str) -> tuple[str, str]:
+    known = {prefix + name: stack_and_head for name, stack_and_head in _CLASSES.items()}
+    *others, _ = known  # the last is the class without a head
+    name = declared_class(fields, *others, older={"T5WithLMHeadModel": "T5ForConditionalGeneration"})
+    fields.expect("is_encoder_decoder", *((True,) if known[name][0] == "both" else (False, True)))
     return known[name]
 
 
@@ -205,7 +205,8 @@ def spec(config: Config) -> Tree:
     tree: Tree = {"embed_tokens": embedding(V, D, factor)}
     parts = {name: _stack_spec(inner) for name, inner in stacks(config).items()}
     tree |= parts or _stack_spec(config)
-    return tree | ({"lm_head": weight((V, D), ("vocab", "embed"), factor)} if not config.tie_word_embeddings else {})
+    own_head = config.head == "lm" and not config.tie_word_embeddings
+    return tree | ({"lm_head": weight((V, D), ("vocab", "embed"), factor)} if own_head else {})
 
 
 def _stack_spec(config: Config) -> Tree:
@@ -308,9 +309,9 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """The final norm, and of a decoder the head: logits [B, S, V]; of an encoder the hidden states [B, S, D]."""
+    """The final norm, and of a decoder the head: logits [B, S, V]; without a head the hidden states [B, S, D]."""
     x = rms_norm(x, params["norm"], eps=config.rms_norm_eps)
-    if config.stack == "encoder":
+    if config.head == "none":
         return x
     x = x * config.hidden_size**-0.5 if config.scale_outputs else x
     return linear(x, decoder.head(params, config))

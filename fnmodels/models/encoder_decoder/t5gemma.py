@@ -42,7 +42,12 @@ TRAITS = Traits(
         "attention_dropout": ("weights",),
     },
 )
-_CLASSES = {"T5GemmaForConditionalGeneration": "both", "T5GemmaEncoderModel": "encoder"}
+# {class: the stack, and the head of the decoder}, the class without a head last.
+_CLASSES = {
+    "T5GemmaForConditionalGeneration": ("both", "lm"),
+    "T5GemmaEncoderModel": ("encoder", "none"),
+    "T5GemmaModel": ("both", "none"),
+}
 _NAMES = {
     "attention": "self_attn",
     "cross_attention": "cross_attn",
@@ -89,7 +94,7 @@ class Config(decoder.BaseConfig):
             raise ConfigError(f"below is {self.below!r}; it must be the decoder's Config where stack is both, or None.")
         if self.below is not None:  # both read the same tokens, and the head is the decoder's
             same = {name: getattr(self, name) for name in ("vocab_size", "tie_word_embeddings")}
-            same |= {"stack": "decoder", "memory_size": self.hidden_size, "head": "lm", "dropout": self.dropout}
+            same |= {"stack": "decoder", "memory_size": self.hidden_size, "head": self.head, "dropout": self.dropout}
             object.__setattr__(self, "below", replace(self.below, **same))
 
     @property
@@ -107,7 +112,8 @@ class Config(decoder.BaseConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        stack = _CLASSES[declared_class(fields, *_CLASSES)]
+        *others, _ = _CLASSES
+        stack, head = _CLASSES[declared_class(fields, *others)]
         fields.expect("is_encoder_decoder", stack == "both")
         tied = fields.boolean("tie_word_embeddings", True)
         first = _read_stack(fields, "encoder", tied or stack == "encoder")
@@ -120,7 +126,6 @@ class Config(decoder.BaseConfig):
         start = fields.integer("decoder_start_token_id", _first_token(second["extra"]), low=0)
         usual: dict[str, Any] = {"decoder_start_token_id": start, "model_type": "t5gemma"}
         below = Config(**second, **usual, stack="decoder") if stack == "both" else None
-        head = "lm" if stack == "both" else "none"
         config = with_dropout(Config(**first, **usual, stack=stack, below=below, head=head), fields)
         config = replace(config)  # which gives the decoder its rates
         rates = tuple((name, json.dumps(values[name])) for name in _RATES if values.get(name) is not None)
@@ -135,7 +140,8 @@ class Config(decoder.BaseConfig):
             raise ConfigError("The decoder is saved with its encoder: save the params of the config with both stacks.")
         out: ConfigJson = {name: json.loads(value) for name, value in self.file}
         out |= {"encoder": _written(self), "decoder": _written(self.below or self), "model_type": "t5gemma"}
-        out["architectures"] = [name for name, stack in _CLASSES.items() if stack == self.stack]
+        written = (self.stack, self.head)
+        out["architectures"] = [name for name, stack_and_head in _CLASSES.items() if stack_and_head == written]
         out |= {"is_encoder_decoder": self.stack == "both", "tie_word_embeddings": self.tie_word_embeddings}
         if self.decoder_start_token_id != _first_token((self.below or self).extra):
             out["decoder_start_token_id"] = self.decoder_start_token_id

@@ -60,6 +60,7 @@ class PairConfig:
     decoder_intermediate_size: int = 0
     hidden_act: str = "gelu"
     stack: str = "both"
+    head: str = "lm"
     norm_first: bool = True
     decoder_start_token_id: int = 0
     initializer_range: float = 0.02
@@ -80,11 +81,6 @@ class PairConfig:
                 raise ConfigError(f"hidden_size {self.hidden_size} is not a multiple of {name} {getattr(self, name)}.")
         if self.hidden_act not in ACTIVATIONS:
             raise ConfigError(f"hidden_act {self.hidden_act!r} is unknown; known are {', '.join(ACTIVATIONS)}.")
-
-    @property
-    def head(self) -> str:
-        """An encoder alone has no head."""
-        return "none" if self.stack == "encoder" else "lm"
 
     @property
     def head_dim(self) -> int:

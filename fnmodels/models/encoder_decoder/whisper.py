@@ -21,7 +21,7 @@ from fnmodels.models.common.dropout import with_dropout
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, Normal, Sinusoids, bias, embedding, layer_norm_leaves
 from fnmodels.models.encoder_decoder import transformer
-from fnmodels.models.encoder_decoder.classes import declared_class
+from fnmodels.models.encoder_decoder.classes import declared_class, headless
 from fnmodels.models.encoder_decoder.cross_attention import memory_of
 from fnmodels.models.encoder_decoder.stacks import attention_masks, freqs_cis, kinds, stacks  # noqa: F401
 from fnmodels.models.encoder_decoder.transformer import block  # noqa: F401
@@ -81,12 +81,12 @@ class Config(transformer.PairConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         fields.choice("model_type", MODEL_TYPES)
-        declared_class(fields, _CLASS)
+        head = "lm" if declared_class(fields, _CLASS) == _CLASS else "none"
         for name, only in (("is_encoder_decoder", True), ("scale_embedding", False), ("tie_word_embeddings", True)):
             fields.expect(name, only)
         fields.expect("use_weighted_layer_sum", False)
         sizes: dict[str, Any] = {ours: fields.integer(name, _DEFAULTS[name]) for name, ours in _SIZES.items()}
-        config = with_dropout(Config(**transformer.pair_fields(fields, _DEFAULTS), **sizes), fields)
+        config = with_dropout(Config(**transformer.pair_fields(fields, _DEFAULTS), **sizes, head=head), fields)
         more = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")  # of generation
         kept = tuple((n, json.dumps(values[n])) for n in more if values.get(n) is not None)
         object.__setattr__(config, "extra", fields.finish((*_IGNORED, *more)) + kept)
@@ -96,7 +96,8 @@ class Config(transformer.PairConfig):
         """A config.json under Whisper's own names; ConfigError for one of the stacks, which no class reads."""
         out = {name: json.loads(value) for name, value in self.extra} | transformer.pair_to_hf(self)
         out |= {name: getattr(self, ours) for name, ours in _SIZES.items()}
-        return decoder.expressible(self, out | {"architectures": [_CLASS], "model_type": "whisper"})
+        architecture = _CLASS if self.head == "lm" else headless(_CLASS)
+        return decoder.expressible(self, out | {"architectures": [architecture], "model_type": "whisper"})
 
 
 def spec(config: Config) -> Tree:
@@ -130,7 +131,7 @@ def hf_names(config: Config) -> dict[str, str]:
 
 def hf_copies(config: Config) -> dict[str, str]:
     """{name on disk: path of the parameter that it repeats}: the head is the embedding of the decoder."""
-    return {"proj_out.weight": "decoder.embed_tokens"} if config.stack == "both" else {}
+    return {"proj_out.weight": "decoder.embed_tokens"} if config.stack == "both" and config.head == "lm" else {}
 
 
 def embed(params: Tree, inputs: Tree, /, *, config: Config) -> Tensor:
@@ -182,9 +183,9 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
 
 
 def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
-    """The final norm, and of a decoder the tied head: logits [B, S, V]; of an encoder the hidden states [B, S, D]."""
+    """The final norm, and of a decoder the tied head: logits [B, S, V]; without a head the hidden states [B, S, D]."""
     x = transformer.final_norm(params, x)
-    return x if config.stack == "encoder" else linear(x, params["embed_tokens"])
+    return x if config.head == "none" else linear(x, params["embed_tokens"])
 
 
 def _preset(width: int, layers: int, below: int, **more: int) -> dict[str, Any]:

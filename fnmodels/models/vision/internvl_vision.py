@@ -89,6 +89,25 @@ class Config(vision.VisionConfig):
         )
 
 
+# Of `in_memory`, of models with Qianfan's tower too.
+OWN_IN_MEMORY = {
+    r"encoder\.layers\.": "layers.",
+    r"\.attn\.proj\.": ".attention.projection_layer.",
+    r"\.attn\.qkv\.": ".attention.{leaf}_proj.",
+    r"\.ls([12])$": r".lambda_\1",
+    r"\.norm1\.": ".layernorm_before.",
+    r"\.norm2\.": ".layernorm_after.",
+    r"embeddings\.class_embedding$": "embeddings.cls_token",
+    r"embeddings\.position_embedding$": "embeddings.position_embeddings",
+    r"embeddings\.patch_embedding\.": "embeddings.patch_embeddings.projection.",
+}
+
+
+def in_memory(config: Config) -> dict[str, str]:
+    """{pattern in a name on disk: what transformers' module is called}."""
+    return OWN_IN_MEMORY if config.model_type == "qianfan_ocr_vision" else {}
+
+
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in], of the patches [D, C, p, p]."""
     D, std = config.hidden_size, config.initializer_range

@@ -28,6 +28,7 @@ from fnmodels.models.common.registry import family_for, family_of
 from fnmodels.models.common.spec import Leaf, bias, layer_norm_leaves, weight
 from fnmodels.models.common.storage import Stored, StoredNames, fuse
 from fnmodels.models.common.vision import weight_and_bias
+from fnmodels.models.vision import internvl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import vision_language
@@ -266,6 +267,18 @@ def spec(config: Config) -> Tree:
     projector["out"] = weight((wide, half or cell), ("embed", "projection" if half else "embed"), std)
     projector |= {"out_bias": bias(wide, "embed")} if config.projector_bias else {}
     return two_towers.towers_spec(config) | {"projector": projector}
+
+
+_QIANFAN_IN_MEMORY = {
+    **{rf"^mlp1\.{i}\.": f"model.{_AT}{name}." for i, name in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2"))},
+    r"^vision_model\.": "model.vision_tower.",
+    **internvl_vision.OWN_IN_MEMORY,
+}
+
+
+def in_memory(config: Config) -> dict[str, str]:
+    """{pattern in a name on disk: what transformers' module is called}, beside the trait's."""
+    return _QIANFAN_IN_MEMORY if config.model_type == "qianfan_ocr" else {}
 
 
 def hf_names(config: Config) -> StoredNames:

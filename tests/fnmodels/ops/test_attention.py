@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from fnmodels import layout
 from fnmodels.inputs import Causal, build_mask
 from fnmodels.ops.attention.kernels import KERNELS, AttentionKernel
+from fnmodels.ops.attention.math import math_attention
 from fnmodels.ops.attention.relative_bias import RelativeBias
 from fnmodels.ops.attention.sdpa import sdpa_attention
 from fnmodels.ops.attention.select import attention, materialize
@@ -75,6 +76,20 @@ def test_large_scores_and_no_key(kernel: str) -> None:
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert out.isfinite().all() and not out[:, 0].any()
     assert all(g.isfinite().all() for g in grads) and not grads[0][:, 0].any() and not grads[2][:, 4].any()
+
+
+@pytest.mark.parametrize("hides", ["edit", "bias"])
+def test_keys_hidden_by_scores_of_minus_infinity_have_no_weight(hides: str) -> None:
+    """Though the mask allows them; a query whose keys are all hidden so gives 0, with gradients of 0."""
+    q, k, v = (t.requires_grad_() for t in draw())
+    allowed, seen = (torch.ones(5, 5, dtype=torch.bool).tril(n) for n in (0, -1))
+    hidden = torch.zeros(5, 5, dtype=torch.float64).masked_fill(~seen & allowed, -torch.inf)
+    edits = {"tap": lambda name, x: x + hidden if name == "attention.scores" else x} if hides == "edit" else {}
+    bias = None if edits else hidden.expand(1, 4, 5, 5)
+    out = math_attention(q, k, v, allowed[None, None], scale=0.7, bias=bias, **edits)
+    torch.testing.assert_close(out, slow(q.detach(), k.detach(), v.detach(), seen[None, None], 0.7, None, None))
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in grads) and not grads[0][:, 0].any()
 
 
 @pytest.mark.parametrize("kernel", ["math", "sdpa"])

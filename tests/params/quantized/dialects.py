@@ -121,6 +121,27 @@ def torchao_int4() -> Made:
     return parts, codes.float() * spread(scales.T, 1, 32) + spread(added.T, 1, 32)
 
 
+def w8a16() -> Made:
+    """Bytes that are 128 more than the codes, four in a word."""
+    codes = torch.randint(-128, 128, SHAPE, generator=torch.Generator().manual_seed(6))
+    scales, words = draw(64, 1).abs() * 0.01 + 0.001, torch.zeros(64, 24, dtype=torch.int64)
+    for column in range(96):
+        words[:, column // 4] += codes[:, column] + 128 << 8 * (column % 4)
+    words = torch.where(words < 1 << 31, words, words - (1 << 32)).to(torch.int32)
+    parts = {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(SHAPE)}
+    return parts, codes.float() * spread(scales, 1, 96)
+
+
+def with_input_scale(made: Callable[[], Made], name: str) -> Callable[[], Made]:
+    """The same beside the scale of quantized activations."""
+
+    def more() -> Made:
+        parts, weight = made()
+        return parts | {name: torch.tensor([0.02])}, weight
+
+    return more
+
+
 def kv_only() -> Made:
     """Plain weights, and scales of a quantized cache beside the attention."""
     return {"weight": draw(*SHAPE), "k_scale": torch.tensor(0.1), "v_scale": torch.tensor(0.1)}, draw(*SHAPE)
@@ -143,6 +164,11 @@ _MIXED = compressed("mixed-precision", None)
 _MIXED["config_groups"] = {
     "group_0": SAID["compressed_tensors_nvfp4"]["config_groups"]["group_0"] | {"format": "nvfp4-pack-quantized"},
     "group_1": SAID["compressed_tensors_fp8_channel"]["config_groups"]["group_0"] | {"format": "float-quantized"},
+}
+_GROUP = SAID["compressed_tensors_nvfp4"]["config_groups"]["group_0"]
+_INPUTS = _GROUP["weights"] | {"dynamic": "local", "observer": "static_minmax"}
+_WITH_ACTIVATIONS = SAID["compressed_tensors_nvfp4"] | {
+    "config_groups": {"group_0": _GROUP | {"input_activations": _INPUTS}}
 }
 _INT4 = {"_type": "Int4PackingFormat", "_data": "PLAIN"}
 _SPARSE = compressed("dense", None, sparsity_config={"format": "sparse-24-bitmask", "sparsity_structure": "2:4"})
@@ -196,6 +222,16 @@ DIALECTS: tuple[Dialect, ...] = (
             "MXFP8": "mxfp8",
         }.items()
     ),
+    Dialect(
+        "compressed-tensors W8A16",
+        compressed("pack-quantized", {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}),
+        w8a16,
+    ),
+    Dialect(
+        "compressed-tensors NVFP4 with activations",
+        _WITH_ACTIVATIONS,
+        with_input_scale(case("compressed_tensors_nvfp4"), "input_global_scale"),
+    ),
     Dialect("compressed-tensors mixed precision", _MIXED, case("compressed_tensors_fp8_channel")),
     Dialect(
         "compressed-tensors, a quantized cache alone",
@@ -211,10 +247,21 @@ DIALECTS: tuple[Dialect, ...] = (
         case("modelopt_fp8_older"),
     ),
     Dialect("modelopt, hf_quant_config.json alone", _OLDER, case("modelopt_nvfp4"), file="hf_quant_config.json"),
+    Dialect(
+        "modelopt FP8, hf_quant_config.json alone",
+        {"producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "FP8"}},
+        case("modelopt_fp8_older"),
+        file="hf_quant_config.json",
+    ),
     Dialect("modelopt, without quant_method", SAID["modelopt_fp8_older"], case("modelopt_fp8_older")),
     Dialect("awq gemm", SAID["autoawq_gemm"], case("autoawq_gemm")),
     Dialect("awq gemv", SAID["autoawq_gemv"], case("autoawq_gemv")),
     Dialect("gptq 4 bits, desc_act", SAID["gptqmodel_4_bits"], case("gptqmodel_4_bits")),
+    Dialect(
+        "gptq v2",
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"},
+        case("auto_round_4_bits_gptqmodel"),
+    ),
     Dialect("gptq 2 bits", SAID["gptqmodel_2_bits"], case("gptqmodel_2_bits")),
     Dialect("gptq 3 bits", SAID["gptqmodel_3_bits"], case("gptqmodel_3_bits")),
     Dialect("gptq 8 bits", SAID["gptqmodel_8_bits"], case("gptqmodel_8_bits")),

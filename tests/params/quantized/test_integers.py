@@ -313,6 +313,12 @@ UNREAD: dict[str, tuple[Any, type[Exception], str]] = {
         "'backend' and 'packing_format' disagree",
     ),
     "llm-awq": (AWQ | {"backend": "llm-awq"}, P.UnsupportedError, "another layout than gemm"),
+    "rotations of GPTQModel": (
+        GPTQ | {"meta": {"quantizer": ["gptqmodel:5.6.0"], "rotation": "hadamard"}},
+        P.UnsupportedError,
+        "'meta.rotation' is \"hadamard\": weights are rotated",
+    ),
+    "rotations of GPTQModel's AWQ": (AWQ | {"rotation": "random"}, P.UnsupportedError, "'rotation' is \"random\""),
     "unheard of": (AWQ | {"rotated": True}, P.ConfigError, "rotated = true"),
     "no groups": (W8A8 | {"config_groups": {}}, P.ConfigError, "'config_groups' is {}"),
     "floats": (
@@ -348,6 +354,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], Form]] = {
         | {"dataset": None, "desc_act": False, "exllama_config": {"version": 1}, "group_size": 128, "use_exllama": True}
         | {"max_input_length": None, "model_seqlen": None, "modules_in_block_to_quantize": None, "pad_token_id": None}
         | {"quant_method": "gptq", "sym": True, "tokenizer": None, "true_sequential": True, "use_cuda_fp16": False},
+        forms.gptq(4, 128, zero_offset=1),
+    ),
+    "a file of GPTQModel": (
+        {"bits": 4, "group_size": 128, "quant_method": "gptq", "checkpoint_format": "gptq", "desc_act": False}
+        | {"meta": {"quantizer": ["gptqmodel:5.6.0"], "rotation": None, "act_group_aware": True}, "rotation": None},
         forms.gptq(4, 128, zero_offset=1),
     ),
     "Qwen/Qwen2.5-7B-Instruct-AWQ": (

@@ -292,6 +292,19 @@ LEARNED = generic_params(GPT2)
 GREEDY = Sampling(temperature=0)
 
 
+@pytest.mark.parametrize("head", ["none", "classification"])
+def test_a_model_without_a_head_for_tokens_is_refused(head: str) -> None:
+    """Whose hidden states or scores would be read as logits."""
+    config = dataclasses.replace(LLAMA, head=head, num_labels=V if head == "classification" else 0)
+    weights = generic_params(config)
+    with pytest.raises(ValueError, match=f"the model's head is '{head}'"):
+        train.generate(weights, config, PROMPTS, max_new=2)
+    with pytest.raises(ValueError, match=f"the model's head is '{head}'"):
+        beam_search(weights, config, PROMPTS[0], beams=2, max_new=2)
+    with pytest.raises(ValueError, match=f"the model's head is '{head}'"):
+        speculate(PARAMS, LLAMA, weights, config, PROMPTS, max_new=2)
+
+
 @pytest.mark.parametrize("run", ["generate", "stream", "serve", "speculate", "speculate_alike", "beam_search"])
 def test_request_beyond_learned_positions_is_refused_before_the_first_token(run: str, monkeypatch) -> None:
     """Up to the last position it is answered; the last token is not read, so that it needs none."""

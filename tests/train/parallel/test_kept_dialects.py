@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,6 +18,7 @@ from params.quantized.kept import KeptWeight
 from params.sharding import sharding_of
 from tests.params.quantized.dialects import DIALECTS, Dialect, draw
 from tests.params.quantized.test_dialects import READ, REFUSED, is_kept
+from tests.params.quantized.test_kept import mxfp4_checkpoint
 from tests.params.quantized.test_published import CONFIG, UP
 from tests.support.cases import generic_params
 from tests.support.ranks_pool import Ranks, devices
@@ -34,6 +36,7 @@ OVER: dict[str, tuple[str, P.Rules]] = {
     "columns": ("tp=3", P.Rules({"embed": "tp"})),
     "ep": ("ep=2", P.Rules({"expert": "ep"})),
 }
+OVER_EXPERTS = {"fsdp": OVER["fsdp"], "tp": ("tp=3", P.Rules({"expert_mlp": "tp"})), "ep": OVER["ep"]}
 WHOLE, ORDERED = "tp where shards are whole blocks", "tp of rows; of columns without desc_act"
 Parts = dict[str, Tensor]
 
@@ -68,7 +71,7 @@ def in_order(parts: Parts) -> Parts:
 # {form: (makes a weight whose shards are whole blocks, [out, in], what this shows)}
 FITTING: dict[str, tuple[Any, tuple[int, int], str]] = {
     **{name: (long_rows, (48, 128), WHOLE) for name in KEPT if name.startswith("bitsandbytes") and "int8" not in name},
-    **{name: (in_order, (64, 96), ORDERED) for name in KEPT if name.startswith("gptq")},
+    **{name: (in_order, (64, 96), ORDERED) for name in KEPT if name.startswith("gptq") and name != "gptq v2"},
     "compressed-tensors FP8 in blocks": (blocks, (96, 128), WHOLE),
     "awq gemv": (more_groups, (64, 512), WHOLE),
 }
@@ -136,6 +139,37 @@ def shard(folder: Path, dialect: Dialect, how: str, *, fits: bool) -> str:
     assert local.shape == tuple(mine.shape) and mine.numel() * Mesh.parse(mesh).world == wanted.numel(), dialect.name
     assert torch.equal(local.dequantized(), mine), dialect.name
     return "yes"
+
+
+def shards_of_experts(how: str) -> list[str]:
+    """For ranks: the kept experts of a gpt-oss in mxfp4, whose shards are those of the file to the bit."""
+    with tempfile.TemporaryDirectory() as place:
+        mxfp4_checkpoint(Path(place))
+        config, whole = P.load_pretrained(place, dtype=torch.float32)
+        mesh, rules = OVER_EXPERTS[how]
+        plan = P.plan(family_of(config).spec(config), rules, devices(Mesh.parse(mesh)))
+        kept = P.load_pretrained(place, dtype=torch.float32, keep_quantized=True, plan=plan)[1]
+    found = set[str]()
+    for index, layer in enumerate(kept["layers"]):
+        for name, weight in layer["mlp"]["experts"].items():
+            if not isinstance(weight, KeptWeight):
+                continue
+            wanted = whole["layers"][index]["mlp"]["experts"][name]
+            if how == "fsdp":
+                assert torch.equal(tree.map(gathered, {"w": weight})["w"].dequantized(), wanted)
+            else:
+                assert weight.sharding is not None
+                mine = wanted[weight.sharding.local_box()]
+                assert mine.numel() * Mesh.parse(mesh).world == wanted.numel()
+                assert torch.equal(local_tree({"w": weight})["w"].dequantized(), mine)
+            found.add(name)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("how", OVER_EXPERTS)
+def test_mxfp4_experts_over_a_mesh_have_the_values_of_the_file(how: str, ranks: Ranks) -> None:
+    found = ranks(Mesh.parse(OVER_EXPERTS[how][0]).world)(shards_of_experts, how)
+    assert found == [["down_proj", "gate_proj", "up_proj"]] * len(found)
 
 
 def shards(how: str, names: list[str], fits: bool) -> dict[str, str]:
