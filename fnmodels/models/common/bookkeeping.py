@@ -6,7 +6,7 @@ A field is one by its name and its kind of value, so that the fields of publishe
 import re
 from typing import Any
 
-# Fields of PreTrainedConfig and of generation that change no output of a forward pass, whatever they say.
+# Fields of PreTrainedConfig, of generation, of scripts and of model cards that change no output of a forward pass.
 _HARMLESS = """
     _num_labels add_bos_token add_cross_attention add_eos_token architectures attn_implementation auto_map bad_words_ids
     begin_suppress_tokens
@@ -20,6 +20,9 @@ _HARMLESS = """
     sbert_ce_default_activation_function seq_len seq_length
     suppress_tokens task_specific_params temperature tie_encoder_decoder top_k top_p torch_dtype typical_p use_bfloat16
     use_cache
+    base_model chat_template custom_pipelines datasets device_map global_step learning_rate library_name max_new_tokens
+    model_name model_parallel name_or_path neuron padding_side pipeline_tag processor_class stop_strings tags
+    tokenizer_padding_side trust_remote_code weight_decay world_size
 """
 # Words in names of fields about training, whose numbers are settings of it: `forward` applies no dropout.
 _TRAINING_WORDS = """
@@ -41,7 +44,7 @@ _NEUTRAL_WORDS = """
 _DROPPED_WORDS = "attention attn classifier embed embedding ffn hidden mlp pooler residual resid"
 # Names of switches of kernels, of whatever part that every model has, and of their settings; in full.
 _KERNEL = re.compile(
-    r"(?:use|enable|deterministic|is)?_?(?:flash|fused?|sdpa|xformers|memory_efficient|triton)_?"
+    r"(?:use|enable|deterministic|is)?_?(?:flash|fused?|liger|sdpa|xformers|memory_efficient|triton)_?"
     r"(?:attn|attention|add|bias_fc|cross_entropy|dropout_add_ln|kernels?|layer_?norm|linear_cross_entropy|ln|mlp|norm|"
     r"rms_?norm|add_norm)?(?:_?[23])?(?:_(?:enabled|available|chunk_size))?"
 )

@@ -1,5 +1,6 @@
 """Encoder-decoders without a head, BartModel and its like: hidden states, files and what needs logits."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_a_folder_with_a_head_is_read_without_it(name: str, tmp_path: Path) -> N
     with_head, flat = P.load_pretrained(tmp_path)[1], tree.flatten(weights)
     assert config.head == config.decoder.head == "none" and not [path for path in flat if "lm_head" in path]
     assert all(torch.equal(leaf, tree.flatten(with_head)[path]) for path, leaf in flat.items())
+
+
+def test_a_head_that_is_the_embedding_is_added_as_in_transformers(tmp_path: Path) -> None:
+    """As for facebook/bart-base, a BartModel, whose class with a head has a bias of zeros."""
+    reference(VARIANTS["bart"]).save_pretrained(tmp_path)
+    model = transformers.BartForConditionalGeneration.from_pretrained(tmp_path).eval()
+    config, weights = P.load_pretrained(tmp_path)
+    config, weights = replace(config, head="lm"), weights | {"lm_head_bias": torch.zeros(config.vocab_size)}
+    assert tree.flatten(weights).keys() == tree.flatten(bart.spec(config)).keys()
+    source, target = torch.randint(2, 61, (2, 9)), torch.randint(2, 61, (2, 5))
+    with torch.no_grad():
+        wanted = model(input_ids=source, decoder_input_ids=target, use_cache=False).logits
+    prepared = fnmodels.prepare_pair(config, source, target)
+    assert_close(fnmodels.forward(weights, *prepared, config=config), wanted, bound=2e-5)
 
 
 def test_what_needs_logits_refuses_a_model_without_a_head() -> None:

@@ -42,6 +42,12 @@ def read(values: dict[str, Any], folder: Path) -> Any:
         ("languages", ["en", "de"]),
         ("name", "Roberta"),
         ("license", "mit"),
+        ("neuron", {"compiler_version": "2.15"}),
+        ("processor_class", "LlavaProcessor"),
+        ("custom_pipelines", {"text-generation": {"impl": "x.X"}}),
+        ("max_new_tokens", 256),
+        ("use_liger_kernel", True),
+        ("learning_rate", 1e-5),
     ],
 )
 def test_names_of_checkpoints_fusions_and_multiples_of_vocabularies_are_bookkeeping(name: str, value: Any) -> None:
@@ -57,6 +63,9 @@ def test_names_of_checkpoints_fusions_and_multiples_of_vocabularies_are_bookkeep
         ("modality_fusion", True),
         ("language", 3),
         ("name", {"a": 1}),
+        ("neuron_size", 4),
+        ("max_new_layers", 4),
+        ("liger_attention_size", 3),
         ("languages", [1, 2]),
         ("language_adapter", "english"),
     ],
