@@ -12,8 +12,8 @@ since that is rotated, what heads read is rotated back by the query's position. 
 with sink logits. The output projection is of low rank within groups of heads. Every layer is a mixture of experts with
 a shared one, all with a clamped SwiGLU; in the first, "hash" layers the token's id says which experts it takes.
 
-The choice of windows has no gradient: `train.losses.indexer_loss` trains the indexers, a loss on logits does not. MTP parts of the
-files are not read.
+The choice of windows has no gradient: `train.losses.indexer_loss` trains the indexers, a loss on logits does not. MTP
+parts of the files are not read.
 """
 
 import functools
