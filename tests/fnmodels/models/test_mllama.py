@@ -2,8 +2,6 @@
 
 import functools
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from fnmodels import tree
 from fnmodels.models.vision import mllama_vision
 from fnmodels.models.vision_language import mllama
 from tests.support import wrappers
+from tests.support.forks import Forks
 from tests.support.oracle import assert_close, on_disk
 from train.data.image_prompts import ImagePrompts
 from train.generation.requests import Request
@@ -225,7 +224,7 @@ def test_generation_is_that_of_each_document_alone_and_of_transformers(slots: in
     assert (exchanged.logp[0] - found.logp[0]).abs().max() > 1e-4  # a planted bug: the images of another prompt
 
 
-def test_pictures_are_read_as_by_transformers_and_answered_by_a_command(tmp_path: Path) -> None:
+def test_pictures_are_read_as_by_transformers_and_answered_by_a_command(forks: Forks, tmp_path: Path) -> None:
     """By Pillow, whose filter rounds to whole numbers between its two passes."""
     from PIL import Image
     from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -255,7 +254,7 @@ def test_pictures_are_read_as_by_transformers_and_answered_by_a_command(tmp_path
         assert float((ours - theirs[: len(ours)]).abs().max()) <= 2.5 / 255 / 0.3
     argv = [str(tmp_path), "--prompt", "w1 <|image|> w2", "--image", str(tmp_path / "1.png"), "--tokens", "3"]
     for arguments in (argv, [str(tmp_path), "--prompt", "w1 w2", "--tokens", "3"]):
-        done = subprocess.run([sys.executable, "-m", "train.sample", *arguments], capture_output=True, text=True)
+        done = forks.run(["-m", "train.sample", *arguments])
         assert done.returncode == 0, done.stderr
 
 
