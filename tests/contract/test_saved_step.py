@@ -35,6 +35,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     saved._codes.clear()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a cache that keeps the files of SMALL for two rows and 256 slots: each takes ten seconds."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 def compare(step: SavedStep, config: Any, rows: int, room: int, steps: int, start: int = 5) -> None:
     """Both ways from a prompt; rows end one after the other where there are several."""
     params = step.params
@@ -66,36 +72,39 @@ def test_every_structure(case: Case, folder: Path) -> None:
 
 @needs_compiler
 @pytest.mark.slow
-def test_blocks_of_slots_and_a_second_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_slots_and_a_second_process(folder: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps across a border of blocks until the cache is full; then from the file, without a compiler."""
     params = generic_params(SMALL, torch.float32)
     step = saved_step(SMALL, params)
     assert step is not None
-    compare(step, SMALL, rows=1, room=256, steps=72, start=120)
+    compare(step, SMALL, rows=2, room=256, steps=72, start=120)
     assert len(list(folder.glob("step-*.pt2"))) == 1
-    compare(step, SMALL, rows=1, room=256, steps=3, start=253)  # reads all slots
+    compare(step, SMALL, rows=2, room=256, steps=3, start=253)  # reads all slots
     assert len(list(folder.glob("step-*.pt2"))) == 2
     saved._codes.clear()  # as another process
     monkeypatch.setattr(saved, "_compiled", lambda *_: pytest.fail("It was compiled anew."))
-    cache = fnmodels.init_cache(SMALL, 1, 256)
-    assert step.is_ready(cache) and not step.is_ready(fnmodels.init_cache(SMALL, 2, 256))
-    compare(step, SMALL, rows=1, room=256, steps=4)
+    cache = fnmodels.init_cache(SMALL, 2, 256)
+    assert step.is_ready(cache) and not step.is_ready(fnmodels.init_cache(SMALL, 1, 256))
+    compare(step, SMALL, rows=2, room=256, steps=4)
+    shutil.copytree(folder, compiled / folder.name, dirs_exist_ok=True)
     for path in folder.glob("step-*"):
         path.write_bytes(b"no package")
     saved._codes.clear()
     with pytest.raises(pytest.fail.Exception, match="compiled anew"):
-        compare(step, SMALL, rows=1, room=256, steps=1)
+        compare(step, SMALL, rows=2, room=256, steps=1)
     assert len(list(folder.glob("step-*"))) == 1  # the damaged file is gone
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_generate_takes_files_that_are_ready(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_takes_files_that_are_ready(folder: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled here, or by the test above."""
     params = generic_params(SMALL, torch.float32)
     how: dict[str, Any] = {"max_new": [9, 7], "seeds": [3, 4], "sampling": train.Sampling(temperature=0.7)}
     wanted = train.generate(params, SMALL, [[1, 2, 3], [4]], compile="none", **how)
     assert wanted.compile == "none"
     assert train.generate(params, SMALL, [[1, 2, 3], [4]], **how).compile == "none"  # compiling takes longer
+    monkeypatch.setenv("XDG_CACHE_HOME", str(compiled))
     asked = train.generate(params, SMALL, [[1, 2, 3], [4]], compile="step", **how)
     assert asked.compile == "step" and asked.tokens == wanted.tokens
     monkeypatch.setattr(compile_choice, "LOADING", 0.0)
