@@ -14,10 +14,20 @@ from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, vmap
 from torch.nn.functional import cross_entropy
 
 import fnmodels
-from fnmodels import llama, tree
+from fnmodels import inkling2, llama, tree
 from fnmodels.models.common.family import field_of, parsed
 from fnmodels.tree import nodes
-from tests.support.cases import Case, batch_of, covering_blocks, generic_params, is_routed, richest, segments, shortest
+from tests.support.cases import (
+    Case,
+    batch_of,
+    covering_blocks,
+    generic_params,
+    is_routed,
+    richest,
+    segments,
+    shortest,
+    variants_of,
+)
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -36,6 +46,16 @@ def _with_kinds(case: Case, kinds: tuple[str, ...]) -> Case:
     return dataclasses.replace(case, config=config)
 
 
+# A loop of two layers that run twice after two others: what passes between layers, blocks and passes, by six layers in
+# place of the variant's ten.
+_LOOPED = {
+    "n_layers_per_attn_res_block": 2,
+    "loop_num_passes": 2,
+    "loop_layer_index_start": 2,
+    "loop_layer_index_end": 4,
+}
+LOOP = Case("inkling2", "inkling2_loop", None, inkling2.Config.from_hf(variants_of("inkling2").LOOP | _LOOPED))
+
 # Every second one, for test_compile.py traces the blocks of all, with layers of the kinds that none before it has.
 EXPORTED = [
     _with_kinds(case, kinds)
@@ -44,6 +64,8 @@ EXPORTED = [
     and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys
     and not parsed(kinds)[0].shares_choice  # which takes that of a layer before
     and not field_of(case.config, "passes")  # whose kinds follow from its loops
+    else LOOP
+    if case.family == LOOP.family
     else case
     for case, kinds in list(covering_blocks().items())[::2]
     if case.family
