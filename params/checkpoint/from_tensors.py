@@ -32,9 +32,10 @@ from .value_checks import refuse_unknown_experts
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
     """The parameters from pairs of names on disk and tensors, the inverse of `export`.
 
-    A model of transformers in memory: `model.state_dict().items()`, with experts that are stacked there. Where its
-    modules reorder what files have (the towers of Kimi K2.5 and Step 3.7), transformers.core_model_loading has
-    `revert_weight_conversion(model, model.state_dict()).items()`, the tensors of files.
+    A model of transformers in memory: `model.state_dict().items()`, with experts that are stacked there and rows in
+    the order that its modules have. Where it holds what is not read (LongCat-Flash, Inkling 2), or names are those of
+    another release, transformers.core_model_loading has `revert_weight_conversion(model, model.state_dict()).items()`,
+    the tensors of files.
 
     Args:
         config: The model's config.

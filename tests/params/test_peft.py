@@ -65,12 +65,6 @@ UNREAD = {
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
     "zamba2": tuple(f"shared_transformer.{name}" for name in _OF_BLOCK),
     "mistral_large4_text": ("mlp.gate", *(f"experts.{name}_proj" for name in ("gate", "up", "gate_up", "down"))),
-    # in another order of rows
-    "kimi_k25": tuple(f"attn.{name}_proj" for name in "qkv"),
-    "step3p7": (
-        "attn.in_proj_weight",
-        *(f"vision_model.layers.{i}.self_attn.{q}_proj" for i in range(2) for q in "qkv"),
-    ),
     "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
 }
 

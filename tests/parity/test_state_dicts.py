@@ -21,8 +21,6 @@ from tests.support.oracle import assert_close, model_of, params_of
 # Published files have other tensors than transformers writes: see `as_published` of their variants.
 RESHAPED = ("inkling2",)  # queries of messages have a dimension more in memory, which is refused
 OTHERS = ("kimi_linear", "olmo_hybrid", "longcat_flash")
-# Their towers have the rows of q and k in another order in memory: the error says what to do.
-REORDERED = ("kimi_k25", "step3p7")
 CASES = [case for case in richest(lambda case: case.family) if case.values and case.family not in OTHERS]
 
 
@@ -56,9 +54,10 @@ def test_convolutions_that_modules_join_are_read(case: Case) -> None:
 
 
 def test_names_of_memory_are_explained() -> None:
-    case = next(case for case in image_cases() if case.config.model_type in REORDERED)
+    case = image_cases()[0]
+    state = {name.replace(".layers.", ".blocks."): leaf for name, leaf in case.reference().state_dict().items()}
     with pytest.raises(P.MismatchError, match=r"transformers\.core_model_loading\.revert_weight_conversion"):
-        P.from_tensors(case.config, case.reference().state_dict().items())
+        P.from_tensors(case.config, state.items())
 
 
 @pytest.mark.parametrize("case", image_cases_of_all_names(), ids=str)
@@ -66,7 +65,7 @@ def test_wrappers_in_memory(case: ImageCase) -> None:
     """By the names of files and by those that the model has in memory, experts in one tensor included."""
     model, wanted = case.reference(), tree.flatten(case.params())
     states = [wrappers.as_published(model, dict(revert_weight_conversion(model, model.state_dict())))]
-    states += [] if case.config.model_type in REORDERED else [model.state_dict()]
+    states += [model.state_dict()]
     for state in states:
         params = tree.flatten(P.from_tensors(case.config, state.items()))
         assert params.keys() == wanted.keys()
@@ -98,7 +97,7 @@ def test_wrapper_without_a_head_returns_hidden_states(case: ImageCase, tmp_path:
     assert P.load_pretrained(tmp_path / "ours")[0] == config
 
 
-@pytest.mark.parametrize("case", [case for case in HEADLESS if case.config.model_type not in REORDERED], ids=str)
+@pytest.mark.parametrize("case", HEADLESS, ids=str)
 def test_wrappers_without_a_head_in_memory(case: ImageCase) -> None:
     """The state dict of transformers' class without a head, by the names that the model has in memory."""
     model, wanted = case.reference(), tree.flatten(case.params())

@@ -28,7 +28,8 @@ class TensorSlice:
     parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after. columns: the slice is of
     the columns of a tensor [out, rows] instead, in one group. experts: on disk it is int64, of numbers of so many
     experts, from 0 on; the parameter is floating, so that it may stand in a tree of which gradients are taken. 0: it is
-    floating on disk too.
+    floating on disk too. halves: rows 2 i and 2 i + 1 of a group of 2 d rows are rows i and d + i there, the order in
+    which transformers' modules rotate the halves of a head; of tensors in memory alone.
     """
 
     name: str
@@ -41,6 +42,7 @@ class TensorSlice:
     ones: tuple[int, int] | None = None
     columns: bool = False
     experts: int = 0
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.rows % self.groups or not 0 <= self.start < self.stop <= self.rows // self.groups:
@@ -139,7 +141,7 @@ def extract(stored: Single, tensor: Tensor) -> Tensor:
     if isinstance(stored, str):
         return tensor
     axis, rows = _rows(stored, tensor)
-    value = rows.flatten(axis, axis + 1)
+    value = rows.flatten(axis, axis + 2) if stored.halves else rows.flatten(axis, axis + 1)
     value = value.mT if stored.columns else value
     value = value.to(torch.float32) if stored.experts else value
     return value if 1 in value.stride() else value.contiguous()
@@ -175,6 +177,8 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
     """The region of the file's tensor that holds a shard of the parameter: one non-empty slice per dimension."""
     if isinstance(stored, str):
         return DiskRegion(shard, stored)
+    if stored.halves:
+        raise ValueError(f"{stored.name} is a tensor in memory, of which no file has a region.")
     if stored.columns:
         return DiskRegion((shard[0], slice(stored.start + shard[1].start, stored.start + shard[1].stop)), stored.name)
     axis = 1 if stored.batched else 0
@@ -211,7 +215,7 @@ def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
         assert isinstance(piece, TensorSlice)
         axis, rows = _rows(piece, out)
         value = value.mT if piece.columns else value
-        rows.copy_(value.unflatten(axis, (piece.groups, -1)))
+        rows.copy_(value.unflatten(axis, (piece.groups, -1, 2) if piece.halves else (piece.groups, -1)))
     return out
 
 
@@ -249,9 +253,32 @@ def covers(slices: Iterable[Single]) -> bool:
 
 
 def _rows(stored: TensorSlice, tensor: Tensor) -> tuple[int, Tensor]:
-    """(axis of the groups, a view [(E,) groups, rows of the slice per group, (in)] of the file's tensor)."""
+    """(axis of the groups, a view [(E,) groups, rows of the slice per group, (in)] of the file's tensor).
+
+    Of `halves` a view [groups, d, 2, (in)].
+    """
     axis = 1 if stored.batched else 0
     tensor = tensor.view(-1) if stored.ones else tensor
     rows = tensor.mT if stored.columns or (stored.transposed and tensor.ndim > axis + 1) else tensor
     blocks = rows.unflatten(axis, (stored.groups, -1))
-    return axis, blocks.narrow(axis + 1, stored.start, stored.stop - stored.start)
+    blocks = blocks.narrow(axis + 1, stored.start, stored.stop - stored.start)
+    return axis, blocks.unflatten(axis + 1, (2, -1)).transpose(axis + 1, axis + 2) if stored.halves else blocks
+
+
+def separate_heads(config: Any, layers: str, module: str) -> StoredNames:
+    """{path: its place} of q, k and v in modules of transformers that rotate halves of heads; files fuse them.
+
+    Args:
+        config: with num_hidden_layers, num_attention_heads and head_dim.
+        layers: what names have before the number of a layer.
+        module: behind it, before q_proj.
+    """
+    heads, size = config.num_attention_heads, config.head_dim
+    found: StoredNames = {}
+    for i in range(config.num_hidden_layers):
+        for q in "qkv":
+            for ours, theirs in (("proj", "weight"), ("bias", "bias")):
+                name = f"{layers}{i}{module}{q}_proj.{theirs}"
+                turned = TensorSlice(name, 0, size, heads * size, groups=heads, halves=True)
+                found[f"layers.{i}.attention.{q}_{ours}"] = name if q == "v" else turned
+    return found

@@ -14,7 +14,7 @@ from fnmodels.models.common import vision
 from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.storage import StoredNames, fuse
+from fnmodels.models.common.storage import StoredNames, fuse, separate_heads
 from fnmodels.models.common.vision import attention_masks, block, kinds, unembed  # noqa: F401
 from fnmodels.models.vision.common import position_table
 from fnmodels.ops.dtypes import in_fp64
@@ -22,8 +22,7 @@ from fnmodels.ops.rotary import Rope, frequencies
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("kimi_k25_vision",)
-# Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of
-# another rotary embedding, so that no adapter of q_proj is one of q: wqkv keeps its name; such adapters are refused.
+# Of the trait `in_memory`, of models with this tower too.
 IN_MEMORY = {
     r"encoder\.blocks\.": "layers.",
     r"encoder\.final_layernorm\.": "final_layernorm.",
@@ -104,6 +103,11 @@ def spec(config: Config) -> Tree:
     D, std, side = config.hidden_size, config.initializer_range, config.side
     tree: Tree = {**vision.patch_leaves(config), "embed_positions": vision.vector(D, std, side, side, axis="position")}
     return tree | {"layers": [vision.vision_layer(config)] * config.num_hidden_layers} | vision.last_norm(config)
+
+
+def in_memory_forms(config: Config, at: str = "") -> StoredNames:
+    """{path: its place in transformers' module} of q, k and v. at: what names begin with there."""
+    return separate_heads(config, f"{at}layers.", ".attn.")
 
 
 def hf_names(config: Config) -> StoredNames:

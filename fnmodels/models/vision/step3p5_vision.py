@@ -18,7 +18,7 @@ from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.decoder import expressible
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import Leaf, Normal, bias, embedding, layer_norm_leaves
-from fnmodels.models.common.storage import StoredNames, fuse
+from fnmodels.models.common.storage import StoredNames, fuse, separate_heads
 from fnmodels.models.common.vision import attention_masks, block, kinds  # noqa: F401
 from fnmodels.models.vision.common import position_table, qwen_tower
 from fnmodels.models.vision.common.qwen_tower import unembed  # noqa: F401
@@ -27,8 +27,7 @@ from fnmodels.ops.norm import layer_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("step3p5_vision",)
-# Of the trait `in_memory`, of models with this tower too. The modules of q and k have their rows in the order of
-# another rotary embedding, so that in_proj keeps its name.
+# Of the trait `in_memory`, of models with this tower too.
 IN_MEMORY = {
     r"conv1\.": "embeddings.patch_embedding.",
     r"positional_embedding": "embeddings.position_embedding.weight",
@@ -127,6 +126,11 @@ def spec(config: Config) -> Tree:
         kernel = Leaf((2 * width, width, 3, 3), torch.float32, (*axes, "patch_row", "patch_column"), Normal(std))
         tree |= {name: kernel, f"{name}_bias": bias(2 * width, axes[0])}
     return tree
+
+
+def in_memory_forms(config: Config, at: str = "") -> StoredNames:
+    """{path: its place in transformers' module} of q, k and v. at: what names begin with there."""
+    return separate_heads(config, f"{at}layers.", ".self_attn.")
 
 
 def hf_names(config: Config) -> StoredNames:

@@ -108,6 +108,12 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"merger": merger}
 
 
+def in_memory_forms(config: Config) -> StoredNames:
+    """{path: its place in transformers' module} of q, k and v of the tower."""
+    forms = kimi_k25_vision.in_memory_forms(config.vision, "model.vision_tower.")
+    return {f"vision.{path}": stored for path, stored in forms.items()}
+
+
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names = vision_language.part_names(config, text="language_model.", vision="vision_tower.")

@@ -103,6 +103,12 @@ def spec(config: Config) -> Tree:
     return two_towers.towers_spec(config) | {"projector": projector}
 
 
+def in_memory_forms(config: Config) -> StoredNames:
+    """{path: its place in transformers' module} of q, k and v of the tower."""
+    forms = step3p5_vision.in_memory_forms(config.vision, "model.vision_model.")
+    return {f"vision.{path}": stored for path, stored in forms.items()}
+
+
 def hf_names(config: Config) -> StoredNames:
     """{path of a parameter: its name on disk}."""
     names: StoredNames = vision_language.part_names(config, text="", vision="vision_model.")
