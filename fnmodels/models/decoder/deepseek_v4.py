@@ -13,7 +13,7 @@ with sink logits. The output projection is of low rank within groups of heads. E
 a shared one, all with a clamped SwiGLU; in the first, "hash" layers the token's id says which experts it takes.
 
 The choice of windows has no gradient: `train.losses.indexer_loss` trains the indexers, a loss on logits does not. MTP
-parts of the files are not read.
+parts of the files are not read: a head reads the rows of the stream before they are folded, and folds its own.
 """
 
 import functools

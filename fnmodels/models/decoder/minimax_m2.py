@@ -2,7 +2,7 @@
 
 The Llama block with query and key norms over all heads, and rotary embedding of the first part of each head. Experts
 are chosen by sigmoid scores and a selection bias without a gradient; there is no shared expert. The MTP modules that
-config.json counts are not in the published files.
+config.json counts are not in the published files (MiniMax-AI/MiniMax-M2, issue 47).
 """
 
 import functools

@@ -4,7 +4,8 @@ Layers of Gated DeltaNet, and one in four with gated attention to blocks of keys
 (`fnmodels.ops.indexers.pooled`); all have experts with a gated shared one. Each sublayer reads a mixture of the streams
 that is normed already, and its output is added to each of them (`fnmodels.ops.streams.gated`). The last layer mixes
 them to one, which the head reads without a further norm. The choice of keys has no gradient. Some layers of Gated
-DeltaNet add embeddings of hashed n-grams to the streams first (`fnmodels.ops.streams.ngrams`).
+DeltaNet add embeddings of hashed n-grams to the streams first (`fnmodels.ops.streams.ngrams`). The MTP head of files,
+which reads the streams before the last layer mixes them, is not read.
 """
 
 import functools

@@ -35,7 +35,7 @@ from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("exaone4_5",)
-TRAITS = Traits(leftovers=(r"mtp\..*",))  # the block that predicts further tokens, which transformers does not read
+TRAITS = Traits(leftovers=(r"mtp\..*",))  # an MTP head on a layer like the text's first one, which is not read
 
 
 @dataclass(frozen=True, kw_only=True)
