@@ -54,23 +54,13 @@ class BlockIndexer:
         """`choose_blocks`. read: `index` of all keys."""
         return choose_blocks(weights, x, read["index"], freqs, keys, self)
 
-    @property
-    def fewest(self) -> int:
-        """The visible keys that a block must have to be chosen by its score."""
-        return 1
-
-    def scores(self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Any, keys: Keys) -> "BlockScores":
-        """Those of the queries of x [B, Q, D], -inf where a block has no visible key. read: `index` of all keys."""
-        k, blocks = read["index"], blocks_of(keys, self.size)
+    def scores(self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Any, keys: Keys) -> "IndexScores":
+        """Of single keys for each head of keys: q . k of the queries of x [B, Q, D]. read: `index` of all keys."""
+        k = read["index"]
         q = linear(x, weights["q_proj"]).unflatten(-1, (-1, k.shape[-1]))
         q = self.rotate(rms_norm_zero_centered(q, weights["q_norm"], eps=self.eps), freqs)
-
-        def of(rows: slice) -> Tensor:
-            products = index_products(q[:, rows], k).masked_fill(~keys.allowed(rows).unsqueeze(2), -torch.inf)
-            best = products.new_full((*products.shape[:-1], blocks.codes.shape[1]), -torch.inf)
-            return best.scatter_reduce(-1, blocks.slots[:, None, None].expand(products.shape), products, "amax")
-
-        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
+        products = len(q) * q.shape[2] * k.shape[1]
+        return IndexScores(lambda rows: index_products(q[:, rows], k), products, k.shape[-1] ** -0.5)
 
 
 class Blocks(NamedTuple):
@@ -87,21 +77,30 @@ class Blocks(NamedTuple):
     def sums(self, values: Tensor) -> Tensor:
         """[B, ..., C] of values [B, ..., K]: the sum over the keys of each block; bool is counted."""
         values = values.long() if values.dtype == torch.bool else values
-        between = [1] * (values.ndim - 2)
-        slots = self.slots.view(self.slots.shape[0], *between, -1).expand(values.shape)
+        slots = self._slots_of(values)
         return values.new_zeros(*values.shape[:-1], self.codes.shape[1]).scatter_add(-1, slots, values)
 
+    def largest(self, values: Tensor) -> Tensor:
+        """[B, ..., C] of values [B, ..., K] that are not negative: the largest of each block's keys."""
+        slots = self._slots_of(values)
+        return values.new_zeros(*values.shape[:-1], self.codes.shape[1]).scatter_reduce(-1, slots, values, "amax")
 
-class BlockScores(NamedTuple):
-    """An indexer's scores of blocks, with gradients.
+    def _slots_of(self, values: Tensor) -> Tensor:
+        return self.slots.view(self.slots.shape[0], *[1] * (values.ndim - 2), -1).expand(values.shape)
 
-    of: fp32 [B, rows, G, C] of a slice of the queries. products: how many it computes for one query of each row, by
-    which queries are taken a few at a time.
+
+class IndexScores(NamedTuple):
+    """An indexer's scores, with gradients.
+
+    of: fp32 [B, rows, G, K or C] of a slice of the queries, of single keys or of blocks. products: how many are made
+    for one query of each row, by which queries are taken a few at a time. scale: the factor that makes them logits, with
+    which indexers are trained; the choice does not depend on it. blocks: whose scores these are; None: of keys.
     """
 
-    blocks: Blocks
     of: Callable[[slice], Tensor]
     products: int
+    scale: float
+    blocks: Blocks | None = None
 
 
 def index_keys(weights: Mapping[str, Tensor], x: Tensor, freqs: Tensor, how: BlockIndexer) -> Tensor:
@@ -117,10 +116,13 @@ def choose_blocks(
 
     k: `index_keys` of all keys, [B, K, d]. Of blocks with equal scores the latest is ranked first.
     """
-    blocks, of, products = how.scores(weights, x, {"index": k}, freqs, keys)
-    parts = []
-    for rows in pieces(x.shape[1], products):
-        allowed, best = keys.allowed(rows).unsqueeze(2), of(rows)  # [B, Q, 1, K]
+    scored, blocks, parts = how.scores(weights, x, {"index": k}, freqs, keys), blocks_of(keys, how.size), []
+    for rows in pieces(x.shape[1], scored.products):
+        allowed = keys.allowed(rows).unsqueeze(2)  # [B, Q, 1, K]
+        scores = scored.of(rows).masked_fill(~allowed, -torch.inf)
+        best = scores.new_full((*scores.shape[:-1], blocks.codes.shape[1]), -torch.inf)
+        slots = blocks.slots[:, None, None].expand(scores.shape)
+        best = best.scatter_reduce(-1, slots, scores, "amax")
         last = blocks.slots[:, None, None].where(allowed, -1).amax(-1, keepdim=True)
         place = torch.arange(best.shape[-1], device=best.device)
         near = (place <= last) & (place > last - how.local) & (best != -torch.inf)

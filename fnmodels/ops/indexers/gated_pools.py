@@ -18,7 +18,7 @@ from fnmodels.ops.slots import Entry
 from ..indexer import Indexer, Keys, index_keys, index_queries, index_scores
 from ..invariant.rows import elementwise
 from ..linear import linear
-from .blocks import BlockScores, blocks_of
+from .blocks import IndexScores, blocks_of
 from .pooled import named_pools
 
 
@@ -55,14 +55,9 @@ class GatedPoolIndexer:
         """The choice [B, Q, count + 2] of the queries of x, the best first. read: `index` of all keys."""
         return named_pools(self.scores(weights, x, read, freqs, keys), keys, self.count, self.size)
 
-    @property
-    def fewest(self) -> int:
-        """The visible keys that a block must have to be chosen by its score."""
-        return self.size
-
     def scores(
         self, weights: Mapping[str, Tensor], x: tuple[Tensor, Tensor], read: Entry, freqs: Any, keys: Keys
-    ) -> BlockScores:
+    ) -> IndexScores:
         """The scores of the queries of x; of blocks that are not complete, any. read: `index` of all keys."""
         q, share = index_queries(weights, *x, read["index"].shape[-1], freqs, self.of_keys)
         blocks = blocks_of(keys, self.size)
@@ -74,7 +69,7 @@ class GatedPoolIndexer:
         def of(rows: slice) -> Tensor:
             return index_scores(q[:, rows], share[:, rows], k).unsqueeze(2)
 
-        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
+        return IndexScores(of, len(q) * q.shape[2] * k.shape[1], 1.0, blocks)
 
 
 def _pooled(k: Tensor, gates: Tensor, slots: Tensor, count: int) -> Tensor:

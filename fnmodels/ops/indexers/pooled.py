@@ -23,7 +23,7 @@ from ..invariant.rows import pairwise_sum, rows_are_invariant
 from ..linear import linear
 from ..mla import Rotate
 from ..norm import rms_norm_zero_centered
-from .blocks import BlockScores, blocks_of, index_products, named_best
+from .blocks import IndexScores, blocks_of, index_products, named_best
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,9 @@ class PooledIndexer:
         """The choice [B, Q, count + 2] of the queries of x [B, Q, D], the best first. read: `index` of all keys."""
         return named_pools(self.scores(weights, x, read, freqs, keys), keys, self.count, self.size)
 
-    @property
-    def fewest(self) -> int:
-        """The visible keys that a block must have to be chosen by its score."""
-        return self.size
-
     def scores(
         self, weights: Mapping[str, Tensor], x: Tensor, read: Entry, freqs: Mapping[str, Tensor], keys: Keys
-    ) -> BlockScores:
+    ) -> IndexScores:
         """The scores of the queries of x [B, Q, D]; of blocks that are not complete, any. read: `index` of all keys."""
         q = linear(x, weights["q_proj"]).unflatten(-1, (-1, read["index"].shape[-1]))
         q = self.rotate(rms_norm_zero_centered(q, weights["q_scale"], eps=self.eps), freqs["table"])
@@ -71,7 +66,7 @@ class PooledIndexer:
             products = index_products(q[:, rows], k).relu()
             return (pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)).unsqueeze(2)
 
-        return BlockScores(blocks, of, q.shape[0] * q.shape[2] * k.shape[1])
+        return IndexScores(of, len(q) * q.shape[2] * k.shape[1], k.shape[-1] ** -0.5, blocks)
 
     def _means(self, weights: Mapping[str, Tensor], read: Entry, slots: Tensor, count: int) -> Tensor:
         """The keys [B, C, d] of the blocks; of those that are not complete, which nothing reads, any numbers."""
@@ -89,12 +84,12 @@ class PooledIndexer:
         return self.rotate(k.unsqueeze(-2), tables).squeeze(-2)
 
 
-def named_pools(scored: BlockScores, keys: Keys, count: int, size: int) -> Tensor:
+def named_pools(scored: IndexScores, keys: Keys, count: int, size: int) -> Tensor:
     """The choice [B, Q, count + 2] by the scores of blocks, which all heads share."""
-    blocks, of, products = scored
-    parts = []
-    for rows in pieces(keys.q_segments.shape[1], products):
-        found, allowed = of(rows).squeeze(2), keys.allowed(rows)
+    blocks, parts = scored.blocks, []
+    assert blocks is not None
+    for rows in pieces(keys.q_segments.shape[1], scored.products):
+        found, allowed = scored.of(rows).squeeze(2), keys.allowed(rows)
         allowed = allowed.expand(found.shape[0], -1, -1)
         slots, seen = blocks.slots.expand(found.shape[0], -1).unsqueeze(1), blocks.sums(allowed)
         best = named_best(found.masked_fill(seen < size, -torch.inf).unsqueeze(2), blocks, count)

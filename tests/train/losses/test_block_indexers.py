@@ -51,8 +51,10 @@ class Noting(Context):
     def chose_blocks(self, weights: Any, x: Any, freqs: Any, mask: Any, seen: Any, *, indexer: Any, groups: int) -> Any:
         if weights is not None:
             keys = keys_of(mask)
-            blocks, of, _ = indexer.scores(weights, x, indexer.index(weights, x, freqs), freqs, keys)
-            self.notes.append((blocks.slots, of(slice(None)), keys.allowed(), indexer.fewest))
+            scored = indexer.scores(weights, x, indexer.index(weights, x, freqs), freqs, keys)
+            each = torch.arange(x[0].shape[-2]).expand(len(IDS), -1)  # a key is a block of its own
+            slots, fewest = (each, 1) if scored.blocks is None else (scored.blocks.slots, indexer.size)
+            self.notes.append((slots, scored.of(slice(None)) * scored.scale, keys.allowed(), fewest))
         return mask if self.dense else seen
 
     def chose_windows(
@@ -82,7 +84,8 @@ def expected(case: Case, batch: Batch, params: Any, stage: str, patch: pytest.Mo
         mass = taps[name].detach().unflatten(1, (groups, -1)).sum(2)[..., -allowed.shape[-1] :]
         for b, t in batch.labels.ge(0).nonzero().tolist():
             for group in range(groups):
-                total = total + _of_token(slots[b], scores[b, t, group], allowed[b, t], mass[b, group, t], fewest)
+                given = scores[b, t, group], allowed[b, t], mass[b, group, t]
+                total = total + _of_token(slots[b], *given, fewest) / groups
     return total
 
 
@@ -90,7 +93,7 @@ def _of_token(slots: Tensor, scores: Tensor, visible: Tensor, mass: Tensor, fewe
     members: dict[int, list[int]] = {}
     for u in visible.nonzero().flatten().tolist():
         members.setdefault(int(slots[u]), []).append(u)
-    looked = {block: float(mass[keys].sum()) for block, keys in members.items() if len(keys) >= fewest}
+    looked = {block: float(mass[keys].max()) for block, keys in members.items() if len(keys) >= fewest}
     looked = {block: seen for block, seen in looked.items() if seen > 0}
     if not looked:
         return scores.new_zeros(())

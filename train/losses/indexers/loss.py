@@ -40,9 +40,9 @@ def indexer_loss(
 
     The target of a layer is its attention's weights, summed over heads and normalized, without a gradient. The inputs
     of an indexer have none either: the divergence trains indexers alone, and the next-token loss everything else.
-    An indexer that chooses blocks of keys learns the sums of weights of each block: over complete blocks where only
-    these are chosen by score, and for each head of keys apart where each has a choice, whose divergences are added.
-    One that chooses keys of windows learns the weights of these keys, without those of tokens beside them.
+    Where each head of keys chooses blocks by scores of keys, the divergence is over keys, and the mean over these
+    heads. Where scores are of pools of keys, it is over complete blocks, whose weight is the largest of their keys.
+    An indexer that chooses keys of windows learns the weights of these keys, without those of tokens beside them.
     Layers that take the choice of an earlier one have no indexer, and no term. Which parameters train says the
     optimizer's spec: `with_indexers(spec, stage)`.
 

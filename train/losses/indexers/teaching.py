@@ -2,7 +2,10 @@
 
 Attention's weights, summed over heads and divided by their sum, are the distribution that the softmax of the scores
 learns: the divergence has no gradient but of the indexer's parameters (DeepSeek-V3.2, arXiv 2512.02556, section 2.1).
-Of an indexer that chooses blocks the distribution is over blocks, each of which has the weights of its keys.
+
+Where blocks of keys are chosen by scores of keys, for each head of keys (MiniMax M3), the distribution is over keys,
+and the divergence is the mean over these heads (arXiv 2606.13392). Where scores are of pools of keys (Qwen 3.8 Flash
+Next, GLM 5.3 Flash), it is over complete blocks, each with the largest weight of its keys, as Megatron-LM trains them.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from fnmodels.ops.indexer import (
     keys_of_ranks,
     pieces,
 )
-from fnmodels.ops.indexers.blocks import BlockScores
+from fnmodels.ops.indexers.blocks import IndexScores
 from fnmodels.ops.mla import query_latent
 from fnmodels.options import ForwardOptions
 from train.comm import collectives
@@ -89,11 +92,11 @@ class _OfKeys:
 
 @dataclass(frozen=True)
 class _OfBlocks:
-    """An indexer's scores of blocks of these keys, for groups of heads; see `BlockScores`."""
+    """The scores of an indexer that chooses blocks of `size` of these keys, for groups of heads; see `IndexScores`."""
 
-    scored: BlockScores
+    scored: IndexScores
     keys: Keys
-    fewest: int
+    size: int
     groups: int
 
     @property
@@ -103,10 +106,11 @@ class _OfBlocks:
 
     def divergence(self, rows: slice, allowed: Tensor, mass: Tensor) -> Tensor:
         """[B, rows] of allowed bool [B or 1, groups or 1, rows, K] and mass [B, groups, rows, K]."""
-        blocks = self.scored.blocks
-        complete = blocks.sums(self.keys.allowed(rows)).unsqueeze(1) >= self.fewest
-        chosen = complete & (blocks.sums(allowed) > 0)
-        return block_divergence(self.scored.of(rows).transpose(1, 2), chosen, blocks.sums(mass))
+        scores, blocks = self.scored.of(rows).transpose(1, 2) * self.scored.scale, self.scored.blocks
+        if blocks is not None:  # of which complete ones are chosen by score
+            complete = blocks.sums(self.keys.allowed(rows)).unsqueeze(1) >= self.size
+            allowed, mass = complete & (blocks.sums(allowed) > 0), blocks.largest(mass)
+        return group_divergence(scores, allowed, mass)
 
 
 class _Teaching(Context):
@@ -139,7 +143,7 @@ class _Teaching(Context):
             ranks, read = keys_of_ranks(self.options.kernel), indexer.index(weights, x, freqs)
             keys = keys_of(mask if ranks is None else ranks.mask(mask))
             read = read if ranks is None else {name: ranks.gather(t) for name, t in read.items()}
-            self.learner = _OfBlocks(indexer.scores(weights, x, read, freqs, keys), keys, indexer.fewest, groups)
+            self.learner = _OfBlocks(indexer.scores(weights, x, read, freqs, keys), keys, indexer.size, groups)
         return self.seen
 
     def chose_windows(
@@ -248,13 +252,13 @@ def divergence(q: Tensor, share: Tensor, k: Tensor, allowed: Tensor, mass: Tenso
     return _divergence(index_scores(q, share, k), allowed, mass)
 
 
-def block_divergence(scores: Tensor, chosen: Tensor, mass: Tensor) -> Tensor:
-    """[B, Q]: KL(p || softmax of the scores of the chosen blocks), summed over groups of heads.
+def group_divergence(scores: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
+    """[B, Q]: KL(p || softmax of the allowed scores), the mean over groups of heads.
 
-    scores: fp32 [B, G, Q, C]. chosen: bool [B, G or 1, Q, C]. mass: fp32 [B, G, Q, C], of which that of chosen blocks,
-    divided by its sum, is p. 0 for a query without a chosen block.
+    scores: fp32 [B, G, Q, C], of keys or blocks. allowed: bool [B, G or 1, Q, C]. mass: fp32 [B, G, Q, C], of which
+    that of allowed entries, divided by its sum, is p. 0 for a query without an allowed entry.
     """
-    return _divergence(scores, chosen, mass.where(chosen, 0)).sum(1)
+    return _divergence(scores, allowed, mass.where(allowed, 0)).mean(1)
 
 
 def _divergence(scores: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
