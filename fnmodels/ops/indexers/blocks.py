@@ -92,9 +92,9 @@ class Blocks(NamedTuple):
 class IndexScores(NamedTuple):
     """An indexer's scores, with gradients.
 
-    of: fp32 [B, rows, G, K or C] of a slice of the queries, of single keys or of blocks. products: how many are made
-    for one query of each row, by which queries are taken a few at a time. scale: the factor that makes them logits, with
-    which indexers are trained; the choice does not depend on it. blocks: whose scores these are; None: of keys.
+    of: fp32 [B, rows, G, K or C] of a slice of the queries, of single keys or of blocks. products: how many one query
+    of each row takes, by which queries are taken a few at a time. scale: the factor that makes them logits, with which
+    indexers are trained; the choice does not depend on it. blocks: whose scores these are; None: of keys.
     """
 
     of: Callable[[slice], Tensor]
