@@ -162,6 +162,21 @@ def turns(folder: Path, length: int) -> list[str]:
     return [f"{name}={value}" for name, value in settings.items()]
 
 
+def separate() -> list[str]:
+    """What `command` takes beside, for rollouts in a process of their own beside the trainer's."""
+    rollout = "actor_rollout_ref.rollout"
+    settings = {
+        "trainer.v1.trainer_mode": "separate_async",
+        "trainer.v1.separate_async.parameter_sync_step": 1,
+        f"{rollout}.nnodes": 1,
+        f"{rollout}.n_gpus_per_node": 1,
+        f"{rollout}.checkpoint_engine.backend": "fnmodels",
+        "algorithm.rollout_correction.bypass_mode": True,
+        "++ray_kwargs.ray_init.num_gpus": 2,
+    }
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
 def sft(folder: Path, model: Path, name: str, *, steps: int, mesh: str = "", resume: Path | None = None) -> list[str]:
     """The arguments of python for SFT on the chats. name: of the run, "fsdp..." for verl's own engine."""
     settings = {

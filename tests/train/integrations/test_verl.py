@@ -111,6 +111,30 @@ def test_weights_arrive_after_a_sender_that_failed(rollout: Any) -> None:
     assert all(torch.equal(leaf, want[path]) for path, leaf in tree.flatten(params).items())
 
 
+def test_a_closed_server_hands_requests_back(rollout: Any) -> None:
+    """Those that wait and those that come, until it is told to go on."""
+    import asyncio
+
+    import train
+    from train.generation.requests import Request
+
+    server = server_of(rollout, _closed=False)
+    waits = server._requests.add(Request([1], 2, train.Sampling()))
+    server.close()
+    for found in (waits.result(), asyncio.run(server.generate("a", [1], {}))):
+        assert (found.token_ids, found.stop_reason) == ([], "aborted")
+    server.resume_generation()
+    server._request = lambda *_: made.append(1) or Request([1], 2, train.Sampling())
+    made = list[int]()
+
+    async def asked() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server.generate("a", [1], {}), 0.01)
+
+    asyncio.run(asked())
+    assert made == [1]
+
+
 def test_a_request_joins_answers_under_way(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short one ends before a long one that began alone; callers that have gone end nothing; later weights wait."""
     import params as P
@@ -444,6 +468,16 @@ def test_main_ppo_learns_with_this_engine_and_rollout(tmp_path: Path) -> None:
     assert len(scores) == len(apart) == 15
     assert scores[0] < 0.2 and scores[-1] > 0.8  # of the answers' words, the share that are digits
     assert max(apart) < 1e-5  # probabilities of the rollout and of the actor
+
+
+@with_verl
+def test_main_ppo_with_a_rollout_of_its_own(tmp_path: Path) -> None:
+    """`separate_async`: weights go to another process through the checkpoint engine "fnmodels"."""
+    toy = support("verl_toy")
+    support("verl_flow").write_model("llama", tmp_path / "model")
+    toy.write_task(tmp_path, tmp_path / "model")
+    text = toy.printed(toy.command(tmp_path, tmp_path / "model", steps=3) + toy.separate(), tmp_path)
+    assert len(toy.logged(text, "critic/score/mean")) == 3
 
 
 @with_verl

@@ -9,7 +9,7 @@ Nothing here imports verl before the names below are used; without verl they rai
 
 engine    `VerlEngine`, the methods that verl calls       settings    from verl's configurations to ours
 batches   from verl's microbatches to packed rows         cpu         a verl platform for machines without accelerator
-rollout   `train.serve` as a rollout of verl
+rollout   `train.serve` as a rollout of verl              mailbox     weights to rollouts in other processes
 """
 
 from dataclasses import dataclass, field
@@ -39,9 +39,11 @@ else:
     from verl.workers.engine.base import BaseEngine, EngineRegistry
 
     from train.integrations.verl.engine import VerlEngine, logprob_outputs, value_outputs
+    from train.integrations.verl.mailbox import register_mailbox
     from train.integrations.verl.rollout import register_rollout
 
     register_rollout()
+    register_mailbox()
 
     _REGISTERED: dict[str, Any] = {"backend": "fnmodels", "device": ["cpu", "cuda"]}
 

@@ -8,7 +8,7 @@ import asyncio
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +100,7 @@ class Server:
         self.weights: tuple[Any, Any, int | None] | None = None  # config, params of that, version
         self._arriving: list[Bucket] = []
         self._requests, self._replaced = Arrivals(), False  # whether weights came since `_serve` has begun
+        self._closed = False  # whether requests are handed back
         threading.Thread(target=self._serve_forever, daemon=True).start()
 
     async def generate(
@@ -115,6 +116,8 @@ class Server:
 
         image_data: Pictures, for each of which the prompt has as many image tokens as it has features.
         """
+        if self._closed:
+            return _handed_back()
         if video_data or more.get("audio_data"):
             raise NotImplementedError("The request has videos or sounds; the rollout takes text and images.")
         images = self._images(image_data or [], more.get("mm_processor_kwargs"))
@@ -256,10 +259,25 @@ class Server:
             self.weights = None
             self._replaced = True
 
+    def close(self) -> None:
+        """Hands back the requests that wait and those that come, for other replicas; answers under way go on."""
+        self._closed = True
+        for _, future in self._requests.take(len(self._requests)):
+            future.set_result(_handed_back())
+
+    def resume_generation(self) -> None:
+        """Takes requests again."""
+        self._closed = False
+
     def idle(self) -> None:
         """Calls for the memory of caches, which lasts as long as an answer, or for weights that are in place."""
 
-    wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = resume_generation = start_profile = idle
+    wake_up = clear_kv_cache = release_kv_cache = resume_kv_cache = start_profile = idle
+
+
+def _handed_back() -> TokenOutput:
+    """What verl's clients of asynchronous trainers take for a request to send again."""
+    return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields={"global_steps": None})
 
 
 class ServerAdapter(BaseRollout):
@@ -271,11 +289,19 @@ class ServerAdapter(BaseRollout):
         self.is_leader_rank = True
 
     async def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **more: Any
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterable[tuple[str, Tensor]],
+        wire_format: str = "named_tensors",
+        **more: Any,
     ) -> None:
-        """All ranks iterate alike, because the tensors are gathered; each sends them to its own replica."""
+        """All ranks iterate alike, because the tensors are gathered; each sends them to its own replica.
+
+        Weights of another process come as an asynchronous iterator, whose tensors are views of its buffers.
+        """
         if wire_format != "named_tensors":
             raise NotImplementedError(f"wire_format is {wire_format!r}; the rollout takes 'named_tensors'.")
+        if isinstance(weights, AsyncIterable):
+            weights = [(name, tensor.clone()) async for name, tensor in weights]
         server, version = ray.get_actor(_actor_name(self.replica_rank)), more.get("global_steps")
         for bucket in buckets(as_stored(weights, DTYPES[self.config.dtype]), BUCKET):
             await server.receive.remote(bucket.to("cpu"), version)
@@ -309,7 +335,9 @@ class Replica(RolloutReplica):
         self._server_handle, self._server_address = server, name
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        raise NotImplementedError("The rollout ends no answer early: take trainer.v1.trainer_mode=sync.")
+        """Hands back requests where verl asks for it. Answers under way end with the weights they began with."""
+        if reject_request:
+            await self._server_handle.close.remote()
 
 
 def _actor_name(rank: int) -> str:
