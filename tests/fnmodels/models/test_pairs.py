@@ -125,7 +125,7 @@ def test_packed_pairs_are_as_each_alone_in_transformers(name: str) -> None:
         for (row, segment), (source, target) in found.items():
             with torch.no_grad(), KeepsDoubles():
                 theirs = model(input_ids=source[None], decoder_input_ids=target[None], use_cache=False).logits[0]
-            assert_close(got[row, TARGETS[row] == segment], theirs, bound=2e-6)
+            assert_close(got[row, TARGETS[row] == segment], theirs, bound=4e-6)
 
 
 def test_the_encoder_alone() -> None:
