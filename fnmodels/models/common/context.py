@@ -53,8 +53,7 @@ from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import USUAL, Block, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
-from .choice_hooks import ChoiceHooks
-from .chosen_keys import chosen_keys
+from .chosen_keys import ChoiceHooks, chosen_keys
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
 STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
