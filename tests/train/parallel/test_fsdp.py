@@ -184,7 +184,7 @@ def test_updates_of_parts_are_those_of_the_whole(ranks: Ranks, mesh: str) -> Non
 def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     """{leaf: how far it is from one process after two steps}, in norm, to how far it went."""
     mesh = Mesh.parse(mesh_text)
-    matrices = with_ema(muon(0.02), 0.9) if name == "deepseek" else muon(0.02, match_adamw=True)
+    matrices = with_ema(muon(0.004), 0.9) if name == "deepseek" else muon(0.02, match_adamw=True)
     optimizer = partition({"layers.*proj": matrices, "*": sgd(0.0, spec=spec_of(name))})
     one, many = init_state(generic_params(config_of(name)), optimizer), init_state(placed(name, mesh), optimizer)
     before = tree.flatten(generic_params(config_of(name)))
@@ -213,6 +213,7 @@ def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
 def test_muon_sees_whole_matrices(ranks: Ranks, name: str, mesh: str) -> None:
     found = ranks(4)(muons, name, mesh)
     # Products are bf16: copies differ by 0.01, and one process that takes the batch in two parts from itself by 0.05.
+    # The rate of experts is low, since such a difference, made by the first step, must not change their choice.
     assert worst(found)[0] < (0.1 if "pp" in mesh else 0.05), worst(found)
     assert len({path for one in found for path in one}) > 10
 
