@@ -43,17 +43,19 @@ def math_attention(
     scores = scores if tap is None else _tapped(tap, "attention.scores", scores)
     per_head = allowed.shape[1] > 1
     allowed = allowed.unflatten(1, (groups, repeats)) if per_head else allowed[:, :, None]
-    if tap is not None or bias is not None:  # these may hide keys too, and a row without any would be NaN
-        allowed = allowed & (scores > -torch.inf)
-    hidden = ~allowed
-    # The least number instead of -inf, because a query may see no key: its weights are equal, and are cleared then.
-    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    # Subtracting the maximum does not change the result, so it needs no gradient; without keys the maximum is -inf.
+    top = scores.detach().amax(dim=-1, keepdim=True)
     if sinks is not None:
         by_token = upcast(sinks).mT if sinks.ndim == 3 else upcast(sinks)[:, None]  # [B, N, Q] or [N, 1]
         sinks = by_token.unflatten(-2, (groups, repeats))[..., None]
-        scores = torch.cat((scores, scores.new_zeros(*scores.shape[:-1], 1) + sinks), -1)
-    weights = scores.softmax(-1)
-    weights = (weights if sinks is None else weights[..., :-1]).masked_fill(hidden, 0)
+        top = torch.maximum(top, sinks.detach())
+    top = top.masked_fill(top == -torch.inf, 0)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights = weights / total.masked_fill(total == 0, 1)
     weights = weights if tap is None else _tapped(tap, "attention.pattern", weights)
     out = weights.to(v.dtype).flatten(2, 3) @ v
     return out.unflatten(2, (repeats, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
