@@ -30,7 +30,7 @@ from tests.fnmodels.models import (
     test_whisper,
 )
 from tests.support.cases import Case, cases, collected, structure
-from tests.support.image_texts import image_cases_of_all_names
+from tests.support.image_texts import image_cases, image_cases_of_all_names
 from tests.support.naming import covering_names, pairs_of
 from tests.support.oracle import params_of, shared_model
 
@@ -70,7 +70,11 @@ def peft_cases() -> tuple[PeftCase, ...]:
         if case.values is not None and not own_code:
             first.setdefault((structure(case), frozenset(pairs_of(module_names(case.config)))), case)
     found = [decoder_case(case) for case in first.values()]
-    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in image_cases_of_all_names()]
+    images = image_cases_of_all_names()
+    for case in image_cases(every=True):  # one at least of each family
+        if not families_in(case.config) <= set[str]().union(*(families_in(each.config) for each in images)):
+            images.append(case)
+    found += [PeftCase(f"image_{c}", c.config, c.reference, c.params) for c in images]
     for name in test_vision.EVERY:
         made = functools.partial(test_vision._reference, name), functools.partial(test_vision._params, name)
         found.append(PeftCase(f"tower_{name}", test_vision._config(name), *made))

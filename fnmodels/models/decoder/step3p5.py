@@ -394,7 +394,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_f
 PRESETS: dict[str, ConfigJson] = {
     "step-3.5-flash": {"model_type": "step3p5", "vocab_size": 128896, "hidden_size": 4096, "intermediate_size": 11264}
     | {"num_hidden_layers": 45, "num_attention_heads": 64, "num_sliding_attention_heads": 96, "sliding_window": 512}
-    | {"max_position_embeddings": 262144, "moe_router_scaling_factor": 3.0}
+    | {"max_position_embeddings": 262144, "moe_router_scaling_factor": 3.0, "num_nextn_predict_layers": 3}
     | {"layer_types": [_NEAR if index % 4 else _FULL for index in range(45)]}
     | {"rope_theta": [1e4 if index % 4 else 5e6 for index in range(45)]}
     | {"partial_rotary_factors": [1.0 if index % 4 else 0.5 for index in range(45)]}

@@ -59,7 +59,7 @@ class BlockIndexer:
         k = read["index"]
         q = linear(x, weights["q_proj"]).unflatten(-1, (-1, k.shape[-1]))
         q = self.rotate(rms_norm_zero_centered(q, weights["q_norm"], eps=self.eps), freqs)
-        products = len(q) * q.shape[2] * k.shape[1]
+        products = q.shape[0] * q.shape[2] * k.shape[1]
         return IndexScores(lambda rows: index_products(q[:, rows], k), products, k.shape[-1] ** -0.5)
 
 

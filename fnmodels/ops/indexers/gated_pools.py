@@ -69,7 +69,7 @@ class GatedPoolIndexer:
         def of(rows: slice) -> Tensor:
             return index_scores(q[:, rows], share[:, rows], k).unsqueeze(2)
 
-        return IndexScores(of, len(q) * q.shape[2] * k.shape[1], 1.0, blocks)
+        return IndexScores(of, q.shape[0] * q.shape[2] * k.shape[1], 1.0, blocks)
 
 
 def _pooled(k: Tensor, gates: Tensor, slots: Tensor, count: int) -> Tensor:

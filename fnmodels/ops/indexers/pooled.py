@@ -66,7 +66,7 @@ class PooledIndexer:
             products = index_products(q[:, rows], k).relu()
             return (pairwise_sum(products, -2) if rows_are_invariant() else products.sum(-2)).unsqueeze(2)
 
-        return IndexScores(of, len(q) * q.shape[2] * k.shape[1], k.shape[-1] ** -0.5, blocks)
+        return IndexScores(of, q.shape[0] * q.shape[2] * k.shape[1], k.shape[-1] ** -0.5, blocks)
 
     def _means(self, weights: Mapping[str, Tensor], read: Entry, slots: Tensor, count: int) -> Tensor:
         """The keys [B, C, d] of the blocks; of those that are not complete, which nothing reads, any numbers."""

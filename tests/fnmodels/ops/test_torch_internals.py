@@ -416,7 +416,8 @@ def _own_names() -> set[str]:
                 if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                     found.add(node.attr)
                 elif isinstance(node, ast.ClassDef):
-                    found |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+                    methods = ast.FunctionDef | ast.AsyncFunctionDef
+                    found |= {item.name for item in node.body if isinstance(item, methods)}
                     found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
     return found
 
