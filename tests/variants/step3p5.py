@@ -115,7 +115,8 @@ FILES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 262144,
     }
 }
-TOTALS: dict[str, int | str] = {"step-3.5-flash": "196B"}
+# 196B and three MTP heads, each with an output head of its own.
+TOTALS: dict[str, int | str] = {"step-3.5-flash": "199B"}
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")  # as in transformers 5.24
 SEEDS = {"step3p5": 2}
 # transformers takes "silu" whatever the file says, and the published number of experts before the other one; no
