@@ -55,7 +55,7 @@ def test_equal_checkpoints(case: Case, tmp_path: Path, capsys: pytest.CaptureFix
     assert [line[: max(map(len, names))].strip() for line in table] == names
     assert not any(line.endswith("differs") for line in lines)
     assert lines[0].endswith("names and shapes are equal; leaves with other values: 0")
-    assert lines[-1] == f"Equal: all {len(names)} activations are within 2e-05 x max(1, std)."
+    assert lines[-1].startswith(f"Equal: all {len(names)} activations are within 2e-05 x max(1, std)")
 
 
 def test_what_transformers_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +99,19 @@ def test_wrong_maths(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert compare.main([str(folder)]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("The first difference is at layers.0.mlp: ") and last.endswith("the same values.")
+
+
+def test_what_rounding_makes_is_allowed_and_a_fault_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the plain bound is too narrow for the processor's rounding, roundings of the leaves say what is allowed."""
+    monkeypatch.setattr("params.compare.table.BOUND", 1e-7)
+    monkeypatch.setattr("params.compare.table.MOST", 100)
+    assert compare.main([str(folder)]) == 0
+    assert capsys.readouterr().out.endswith("within 1e-07 x max(1, std), or 4 roundings of the leaves.\n")
+    _with_changed_leaves(monkeypatch, lambda flat: flat | {"norm": flat["norm"] * (1 + 1e-5)})
+    assert compare.main([str(folder)]) == 1
+    assert "The first difference is at logits: " in capsys.readouterr().out
 
 
 def test_not_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
