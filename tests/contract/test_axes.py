@@ -10,7 +10,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.models.common.family import stored_layers
 from fnmodels.models.common.spec import Leaf
-from tests.support.cases import Case, layer_structures, structures
+from tests.support.cases import Case, block_structures, structures
 
 ON_STREAM = (
     "embed",
@@ -95,7 +95,7 @@ def test_axes_fit_places_and_sizes(case: Case) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("case", layer_structures(), ids=str)
+@pytest.mark.parametrize("case", block_structures(), ids=str)
 def test_a_norm_with_another_axis_is_found(case: Case) -> None:
     flat = tree.flatten(fnmodels.family_of(case.config).spec(case.config))
     norms = {path: leaf for path, leaf in flat.items() if "norm" in path.rpartition(".")[2]}

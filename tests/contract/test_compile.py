@@ -22,12 +22,12 @@ from tests.support.cases import (
     Batch,
     Case,
     batch_of,
+    block_structures,
     cases,
     covering_blocks,
     forward,
     generic_params,
     gradients,
-    layer_structures,
     off,
     richest,
     segments,
@@ -105,7 +105,7 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
 
 
 # Layers of Inkling 2 read a state more after every block, so that a kind has a graph for each such number.
-@pytest.mark.parametrize("case", [case for case in layer_structures() if case.family != "inkling2"], ids=str)
+@pytest.mark.parametrize("case", [case for case in block_structures() if case.family != "inkling2"], ids=str)
 def test_layers_of_a_kind_are_called_alike(case: Case) -> None:
     """F10: what a compiled block guards is the same for all layers of a kind: trees, shapes, dtypes, other values."""
     config, seen = shortest(case.config, 2), dict[str, dict[str, Any]]()

@@ -12,9 +12,10 @@ from fnmodels import tree
 from fnmodels.models.common.rope_config import _ROPE_KEYS
 from fnmodels.ops.mlp import ACTIVATIONS
 from fnmodels.ops.rotary import Rope
-from tests.support.cases import Case, batch_of, cases, family_modules, generic_params, segments, variants_of
+from tests.support.cases import Case, batch_of, cases, family_modules, generic_params, richest, segments, variants_of
 
 every_case = pytest.mark.parametrize("case", cases(), ids=str)
+BY_TYPE = richest(lambda case: case.config.model_type)
 # Fields without effect on the forward pass: the init and the trained length.
 DESCRIPTIVE = {"initializer_range", "max_position_embeddings"}
 DESCRIPTIVE |= {"dropout"}  # which acts where a batch has keys of noise, see test_dropout
@@ -168,7 +169,7 @@ def test_a_residual_stream_in_fp32(case: Case) -> None:
             assert tapped["hidden"].dtype == wide and logits.dtype == dtype
 
 
-@every_case
+@pytest.mark.parametrize("case", richest(lambda case: str(type(case.config))), ids=str)
 def test_what_is_kept_for_saving_is_no_part_of_the_identity(case: Case) -> None:
     # what follows from the other fields, such as hashes of n-grams, is not kept
     kept = [field.name for field in dataclasses.fields(case.config) if field.init and not field.compare]
@@ -182,7 +183,7 @@ def test_what_is_kept_for_saving_is_no_part_of_the_identity(case: Case) -> None:
         case.config.vocab_size = 3
 
 
-@pytest.mark.parametrize("case", [case for case in cases() if case.values is not None], ids=str)
+@pytest.mark.parametrize("case", [case for case in BY_TYPE if case.values is not None], ids=str)
 def test_an_unknown_field_is_an_error(case: Case) -> None:
     """L9: what might change the maths is never ignored."""
     read = fnmodels.family_of(case.config).Config.from_hf

@@ -21,10 +21,10 @@ from tests.support.cases import (
     batch_of,
     beside,
     block_of,
+    block_structures,
     cases,
     generic_params,
     is_inner,
-    layer_structures,
     layers_run,
     off,
     representatives,
@@ -37,7 +37,7 @@ from tests.support.cases import (
 
 ROWS = segments((5, 3), (-1, 6, 1))
 
-every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
+every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
 every_part = pytest.mark.parametrize("case", representatives(), ids=str)
 
 
@@ -267,7 +267,7 @@ def test_a_wrong_edit_is_answered_by_a_sentence(edits: Any, words: str) -> None:
         batch.forward(generic_params(LLAMA.config), edits=edits)
 
 
-@every_structure
+@every_block
 def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     """input + attention + mlp == output, after every norm and multiplier; middle stands between them.
 
@@ -305,7 +305,7 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
             assert off(whole - tap.get("mlp", 0) - last, tap["middle"]) < 1e-6
 
 
-@every_structure
+@every_block
 def test_a_block_called_alone(case: Case) -> None:
     """`family.block(layer, x, mask, freqs, config=, kind=)` is a pure function that returns (x, aux)."""
     family, params, batch = fnmodels.family_of(case.config), generic_params(case.config), batch_of(case.config, ROWS)

@@ -27,25 +27,18 @@ from tests.support.cases import (
     Case,
     attending_layers,
     batch_of,
-    block_of,
     cases,
     generic_params,
+    layer_structures,
     representatives,
-    richest,
     segments,
     short,
     sublayers,
 )
 
-
-def block_and_shared(case: Case) -> str:
-    """A group for `richest`: the block, and the family where its layers share tensors, which dropout may act on."""
-    return f"{block_of(case)} {case.family if hasattr(fnmodels.family_of(case.config), 'shared') else ''}"
-
-
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15)
-every_family = pytest.mark.parametrize(
-    "case", [short(case) for case in richest(block_and_shared) if hasattr(case.config, "dropout")], ids=str
+every_structure = pytest.mark.parametrize(
+    "case", [case for case in layer_structures() if hasattr(case.config, "dropout")], ids=str
 )
 every_part = pytest.mark.parametrize(
     "case", [case for case in representatives() if hasattr(case.config, "dropout")], ids=str
@@ -79,7 +72,7 @@ def close(one: Any, other: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-@every_family
+@every_structure
 def test_packed_separate_split_and_rematerialised_masks_are_the_same(case: Case) -> None:
     p = Problem(case)
     whole = p.forward()
@@ -96,7 +89,7 @@ def test_packed_separate_split_and_rematerialised_masks_are_the_same(case: Case)
     close(p.forward(batch=apart)[within], whole[PACKED > 0])
 
 
-@every_family
+@every_structure
 def test_without_keys_or_rates_there_is_no_dropout(case: Case) -> None:
     p = Problem(case)
     plain = batch_of(case.config, PACKED).forward(p.params, kernel="auto")
@@ -126,7 +119,7 @@ def test_every_rate_acts_alone(case: Case) -> None:
         assert (Problem(case, **{field.name: 0.4}).forward() - plain).abs().max() > 1e-4, field.name
 
 
-@every_family
+@every_structure
 def test_a_permuted_batch_has_its_masks_permuted(case: Case) -> None:
     if ordered_kinds(case.config):
         pytest.skip("its layers read tokens in their order")
@@ -154,7 +147,7 @@ def test_seeds_may_be_mapped_and_gradients_see_the_masks(case: Case) -> None:
                 torch.testing.assert_close(tree.flatten(mapped)[name][seed], leaf, rtol=1e-8, atol=1e-8)
 
 
-@every_family
+@every_structure
 def test_a_stage_of_layers_has_the_masks_of_its_layers(case: Case) -> None:
     config = dataclasses.replace(case.config, dropout=Dropout(attention=0.2, mlp=0.1, weights=0.3))
     p = Problem(dataclasses.replace(case, config=config), attention=0.2, mlp=0.1, weights=0.3)

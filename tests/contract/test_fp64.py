@@ -17,15 +17,7 @@ import params as P
 import train
 from fnmodels import research, tree
 from fnmodels.models import diffusion, encoder_decoder, vision, vision_language
-from tests.support.cases import (
-    Case,
-    batch_of,
-    generic_params,
-    layer_structures,
-    representatives,
-    richest,
-    segments,
-)
+from tests.support.cases import Case, batch_of, block_structures, generic_params, representatives, richest, segments
 from tests.support.encoder_losses import SETTINGS, optimizer_of, weights_of
 from tests.support.narrowing import forbid_narrowing
 from tests.support.sense_losses import SENSES
@@ -36,7 +28,7 @@ from train.optim.lion import lion
 
 WIDE = torch.float64
 EVERY = SETTINGS | SENSES  # {name: makes (config, loss, halves of a batch)}
-every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
+every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
 
 
 def widened(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -56,7 +48,7 @@ def test_family_in_fp64_is_made_and_loaded_in_fp64(case: Case, tmp_path: Path) -
     assert_wide(P.load_pretrained(tmp_path, dtype=WIDE)[1])
 
 
-@every_structure
+@every_block
 def test_family_in_fp64_is_differentiated_in_fp64(case: Case) -> None:
     """test_cache.py compares steps on caches in fp64 to the last bits but four."""
     params, spec = generic_params(case.config, WIDE), fnmodels.family_of(case.config).spec(case.config)

@@ -18,7 +18,6 @@ from tests.support.cases import (
     Case,
     batch_of,
     beside,
-    cases,
     causal,
     decisions_of,
     forward,
@@ -30,21 +29,20 @@ from tests.support.cases import (
     off,
     positions_of,
     reach_of,
+    richest,
     segments,
-    short,
-    structures,
+    tables_of,
     tokens_of,
     with_kernels,
 )
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
-every_structure = pytest.mark.parametrize("case", structures(), ids=str)
-every_short_structure = pytest.mark.parametrize("case", [short(case) for case in structures()], ids=str)
+every_table = pytest.mark.parametrize("case", richest(tables_of), ids=str)
+every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
 every_structure_and_kernel = with_kernels(layer_structures())
 MIXED = segments((-3, 5, 4), (12,), (7, 1, -4), (1, 10, -1))
 
 
-@every_case
+@every_table
 def test_tables_are_fp32_whatever_the_default_dtype(case: Case) -> None:
     """B2: bit for bit, temperatures included. `fnmodels.testing` checks the precision of the phases."""
     positions = torch.tensor([[0, 3, 1000, 999_999]])
@@ -59,7 +57,7 @@ def test_tables_are_fp32_whatever_the_default_dtype(case: Case) -> None:
         assert table.dtype == torch.float32 and table.shape[:2] == positions.shape
 
 
-@every_short_structure
+@every_structure
 def test_low_precision_parameters_leave_the_tables_alone(case: Case) -> None:
     """B2: a bf16 forward reads the same fp32 tables; its bf16 logits are close to the fp32 ones."""
     mixed, weights = batch_of(case.config, MIXED), generic_params(case.config)
@@ -73,7 +71,7 @@ def test_low_precision_parameters_leave_the_tables_alone(case: Case) -> None:
     assert float((logits[mixed.valid].float() - wanted).std()) < 0.2 * float(wanted.std())
 
 
-@every_case
+@every_table
 def test_tables_depend_on_their_positions_only(case: Case) -> None:
     """B4: the entry of a position has the same bits alone, among others, in another order and in another row."""
     family = fnmodels.family_of(case.config)
@@ -114,7 +112,7 @@ def orders(length: int, batch: int) -> list[Tensor]:
     ]
 
 
-@every_case
+@every_structure
 def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
     """B5: a batch can be permuted once, after `prepare`. `fnmodels.testing` checks the logits."""
     mixed = batch_of(case.config, MIXED)
@@ -128,7 +126,7 @@ def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
         assert off(fnmodels.permute(mixed.prepared(), order), anew) == 0
 
 
-@every_case
+@every_structure
 def test_split_arguments_are_those_of_the_rows(case: Case) -> None:
     """B3: the same for microbatches."""
     mixed = batch_of(case.config, MIXED)
@@ -150,7 +148,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("case", layer_structures(), ids=str)
+@every_structure
 def test_masks_cost_linear_memory(case: Case) -> None:
     """B7: at 131,072 tokens a dense mask would have 1.7e10 elements."""
     length = 131_072
@@ -212,7 +210,7 @@ def test_several_documents_need_their_positions(case: Case) -> None:
         fnmodels.prepare(case.config, tokens_of(case.config, 2, 5), segment_ids=segments((5,), (2, 3)))
 
 
-@every_case
+@every_structure
 def test_one_document_gets_positions_from_zero(case: Case) -> None:
     segment_ids = segments((-2, 3, -1), (6,), (-6,))
     inputs, _, _ = fnmodels.prepare(case.config, tokens_of(case.config, 3, 6), segment_ids=segment_ids)

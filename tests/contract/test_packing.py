@@ -16,14 +16,12 @@ from tests.support.cases import (
     Case,
     attention_of,
     batch_of,
-    family_structures,
     forward,
     generic_params,
     gradients,
     is_routed,
     layer_structures,
     off,
-    parts,
     representatives,
     richest,
     segments,
@@ -35,11 +33,10 @@ from tests.support.cases import (
     with_kernels,
 )
 
-every_structure_and_kernel = with_kernels(family_structures())
-every_block_and_kernel = with_kernels(tuple(map(short, richest())))
-# Bugs are planted in the first. ESM's factor for masked tokens is of whole documents: no batch of a part has it.
-_CUT = (representatives()[0], *(short(case) for case in richest(lambda case: case.family) if case.family != "esm"))
-every_family_in_turn = with_kernels(tuple(dict.fromkeys(_CUT)), in_turn=True)
+every_structure_and_kernel = with_kernels(layer_structures())
+# ESM's factor for masked tokens is of whole documents: no batch of a part has it.
+_CUT = tuple(case for case in layer_structures() if case.family != "esm")
+every_structure_in_turn = with_kernels(_CUT, in_turn=True)
 # Every model type too: the table of docs/models.md says for each whether packing holds.
 _TYPES = (*layer_structures(), *map(short, richest(lambda case: case.config.model_type)))
 
@@ -50,7 +47,7 @@ def test_packed_equals_separate(case: Case, kernel: str) -> None:
     testing.check_packing(subject_of(case, kernel, dtype=torch.float64, tolerance=1e-11))
 
 
-@every_family_in_turn
+@every_structure_in_turn
 def test_a_cut_document_equals_it_separate(case: Case, kernel: str) -> None:
     """P1 for rows that begin in the middle of a document; columns of a batch hold no complete windows of their own."""
     masks = batch_of(case.config, segments((4,))).prepared()[1]
@@ -76,7 +73,7 @@ def test_what_stands_in_padding_does_not_matter(case: Case, kernel: str) -> None
     assert torch.equal(before[row.valid], after[row.valid])
 
 
-@every_block_and_kernel
+@every_structure_and_kernel
 def test_what_is_not_finite_in_padding_does_not_matter(case: Case, kernel: str) -> None:
     """M1 for every family: as an embedding, or as the row of a pad token unless tied; and it gets no gradient."""
     family, config = fnmodels.family_of(case.config), case.config
@@ -139,7 +136,7 @@ def test_a_batch_without_a_label(case: Case, kernel: str) -> None:
         assert not any(gradient.any() for gradient in tree.leaves(to_weights))
 
 
-@with_kernels(parts(), in_turn=True)
+@with_kernels(layer_structures(), in_turn=True)
 def test_empty_batches(case: Case, kernel: str) -> None:
     """P4: no rows, or rows of length 0."""
     for shape in ((2, 0), (0, 5), (0, 0)):

@@ -7,18 +7,16 @@ import pytest
 from fnmodels import testing
 from tests.support.cases import (
     Case,
-    block_of,
-    cases,
     layer_structures,
-    parts,
     representatives,
     richest,
     short,
     subject_of,
+    tables_of,
     with_kernels,
 )
 
-every_case = pytest.mark.parametrize("case", cases(), ids=str)
+every_table = pytest.mark.parametrize("case", [short(case) for case in richest(tables_of)], ids=str)
 SLOW_CHECKS = (
     testing.check_threads,  # B9
     testing.check_microbatches,  # B3; for every structure in test_kernels.py, row by row
@@ -37,7 +35,7 @@ def test_padding(case: Case, kernel: str) -> None:
     testing.check_padding(subject_of(case, kernel))
 
 
-@with_kernels(parts())
+@with_kernels(layer_structures())
 @pytest.mark.parametrize("check", CHECKS_OF_PARTS, ids=lambda check: check.__name__)
 def test_check_of_parts(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
     check(subject_of(case, kernel))
@@ -49,19 +47,13 @@ def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], 
     check(subject_of(case, kernel))
 
 
-def scaling_of(case: Case) -> str:
-    """The block, and the kinds of its ropes: what a result could depend on beside the length that is asked for."""
-    ropes = (getattr(case.config, name, None) for name in ("rope", "local_rope"))
-    return f"{block_of(case)} {[getattr(rope, 'kind', None) for rope in ropes]}"
-
-
-@with_kernels(tuple(map(short, richest(scaling_of))))
+@with_kernels(tuple(map(short, richest(tables_of))), in_turn=True)
 def test_history_independence(case: Case, kernel: str) -> None:
     """B4: with lengths on both sides of each rope scaling's threshold."""
     testing.check_history_independence(subject_of(case, kernel, length=None))
 
 
-@every_case
+@every_table
 def test_rotary_tables(case: Case) -> None:
     """B2."""
     testing.check_rotary_tables(subject_of(case))

@@ -24,10 +24,10 @@ from fnmodels.ops.recurrent.token_shift import token_shift
 from tests.support.cases import (
     Case,
     batch_of,
+    block_structures,
     cases,
     generic_params,
     is_inner,
-    layer_structures,
     layers_run,
     off,
     segments,
@@ -56,7 +56,7 @@ GATED = (
     "inkling2",
 )  # the output of attention is multiplied by a gate before it is projected
 
-every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
+every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
 
 
 @functools.cache
@@ -322,7 +322,7 @@ CHECKS: tuple[Callable[[Case, dict[str, Tensor]], None], ...] = (
 )
 
 
-@every_structure
+@every_block
 def test_taps_are_what_their_definition_says(case: Case) -> None:
     tapped = run_with_all_taps(case)
     for check in CHECKS:

@@ -148,7 +148,7 @@ def test_jvp(case: Case) -> None:
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
 def test_linearize(family: str) -> None:
     """F6: traced once, applied often. Tracing takes seconds, so one case per family; its rules are those of jvp."""
-    p = Problem(next(case for case in layer_structures() if case.family == family))
+    p = Problem(short(next(case for case in richest() if case.family == family)))
     _, push = linearize(p.loss, p.weights)
     wanted = jvp(p.loss, (p.weights,), (p.direction,))[1]
     assert off(wanted, difference(p.loss, p)) < 1e-7

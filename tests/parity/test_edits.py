@@ -12,9 +12,9 @@ from fnmodels import tree
 from fnmodels.edits import BoundEdit
 from tests.support.cases import (
     Case,
+    block_structures,
     cases,
     gradients,
-    layer_structures,
     positions_of,
     richest,
     seed_of,
@@ -28,7 +28,7 @@ from tests.support.reference_taps import Site, sites_of
 
 BOUND = 1e-6  # selection biases are fp32 in both, and the frequencies of scaled ropes
 ROWS = segments((9,), (9,))
-CASES = {case.name: case for case in (*layer_structures(), *richest(lambda case: case.family)) if case.values}
+CASES = {case.name: case for case in (*block_structures(), *richest(lambda case: case.family)) if case.values}
 CASES = {name: case for name, case in CASES.items() if case.family != "xlm"}  # whose layers are no modules there
 # Another value in transformers, by the name of the tap or its end.
 OTHERS = {

@@ -7,7 +7,21 @@ from typing import Any
 import pytest
 
 import fnmodels
-from tests.support.cases import PARTS, attention_of, block_of, cases, chosen_parts, parts, parts_of, representatives
+from tests.support.cases import (
+    OPERATIONS,
+    PARTS,
+    attention_of,
+    block_of,
+    cases,
+    causal,
+    chosen_operations,
+    chosen_parts,
+    layer_structures,
+    operations_of,
+    parts,
+    parts_of,
+    representatives,
+)
 from tests.support.naming import fewest
 from tests.support.selection import model_types_of
 
@@ -34,6 +48,20 @@ def test_few_variants_have_the_parts_of_all() -> None:
     assert set(map(block_of, parts())) == set(map(block_of, cases()))
     assert {attention_of(case) for case in representatives()} == {attention_of(case) for case in cases()}
     assert parts()[0].name == representatives()[0].name == "llama"  # in which bugs are planted
+
+
+def test_fewer_variants_have_the_operations_of_all() -> None:
+    if os.environ.get("FNMODELS_UPDATE_DOCS"):
+        OPERATIONS.write_text("\n".join(chosen_operations()) + "\n")
+        layer_structures.cache_clear()
+    assert tuple(OPERATIONS.read_text().split()) == chosen_operations(), (
+        "FNMODELS_UPDATE_DOCS=1 pytest tests/project/test_selection.py writes tests/support/operations.txt"
+    )
+    every, few = (set[str]().union(*map(operations_of, group)) for group in (cases(), layer_structures()))
+    assert few == every and len(layer_structures()) < len(parts())
+    assert {attention_of(case) for case in layer_structures()} == {attention_of(case) for case in cases()}
+    assert {causal(case) for case in layer_structures()} == {True, False}
+    assert layer_structures()[0].name == "llama"  # in which bugs are planted
 
 
 def test_operations_of_few_variants_are_among_the_parts() -> None:

@@ -60,6 +60,8 @@ from tests.support.naming import fewest, pairs_of
 from tests.support.shared_trees import SharedTrees
 
 PARTS = Path(__file__).parent / "parts.txt"  # the variants of `parts`, a name per line
+OPERATIONS = Path(__file__).parent / "operations.txt"  # those of `layer_structures`
+ALIKE = re.compile(r"models/(?!common/)\S+ (block|embed|unembed)\b")  # what each family has one of, in its own file
 
 
 def family_modules() -> list[str]:
@@ -236,28 +238,18 @@ def short(case: Case) -> Case:
 
 
 @functools.cache
-def layer_structures() -> tuple[Case, ...]:
-    """Few variants of each block, causal or not, with all its kinds of layers between them, cut short. For slow tests.
+def block_structures() -> tuple[Case, ...]:
+    """Few variants of each block, causal or not, with all its kinds of layers between them, cut short.
 
-    Biases, tied heads and rope scalings, by which variants differ otherwise, are operations on one token; layers meet
-    in the residual stream alone, whatever kinds of them a model has beside each other.
+    For tests of what a family's own block decides, such as the places of its taps. Biases, tied heads and rope
+    scalings, by which variants differ otherwise, are operations on one token; layers meet in the residual stream alone,
+    whatever kinds of them a model has beside each other.
     """
     blocks: dict[Any, dict[Case, frozenset[str]]] = {}
     for case in cases():
         blocks.setdefault((block_of(case), causal(case)), {})[case] = structure(case)[1]
     found = {case for kinds in blocks.values() for case in fewest(kinds)}
     return tuple(short(case) for case in cases() if case in found)
-
-
-@functools.cache
-def family_structures() -> tuple[Case, ...]:
-    """`layer_structures`, and a variant of each family beside them whose block another family has. Cut short.
-
-    For slow tests of what a family adds to its block, such as positions and embeddings.
-    """
-    found = {case.family: short(case) for case in richest(lambda case: case.family)}
-    found = {name: case for name, case in found.items() if name not in {case.family for case in layer_structures()}}
-    return (*layer_structures(), *found.values())
 
 
 @functools.cache
@@ -270,6 +262,18 @@ def attention_of(case: Case) -> str:
     leaves = {path.rpartition(".")[2] for path in tree.flatten(family.spec(case.config))} & {"sinks", "kv_b_proj"}
     lent, softcap = any(kind.source for kind in parsed(kinds)), getattr(case.config, "attention_softcap", None)
     return str((sorted(rules), together, sorted(leaves), lent, softcap, bool(own_choices(kinds))))
+
+
+@functools.cache
+def tables_of(case: Case) -> str:
+    """What makes the case's rotary tables, a group for `richest`: the function, its scalings and how they are given."""
+    family: Any = fnmodels.family_of(case.config)
+    kinds = sorted({f"{kind.slides} {kind.rotates}" for kind in parsed(family.kinds(case.config))})
+    ropes = [getattr(case.config, name, None) for name in ("rope", "local_rope")]
+    given = [[f.name for f in dataclasses.fields(rope) if getattr(rope, f.name) != f.default] for rope in ropes if rope]
+    scalings = [getattr(rope, "kind", None) for rope in ropes]
+    axes = [bool(field_of(case.config, name)) for name in ("mrope_section", "mrope_interleaved")]
+    return str((family.freqs_cis.__module__, kinds, scalings, given, axes))
 
 
 def kinds_of(case: Case) -> str:
@@ -344,8 +348,36 @@ def parts() -> tuple[Case, ...]:
 
 def chosen_parts() -> tuple[str, ...]:
     """The names of the variants that `parts` records."""
-    few = fewest({case: parts_of(case) for case in cases()})
-    return tuple(dict.fromkeys(("llama", *(case.name for case in few))))
+    return _few(parts_of)
+
+
+def operations_of(case: Case) -> set[str]:
+    """`parts_of` without what each family has one of, and whether tokens see later ones.
+
+    A family's own `block`, `embed` and `unembed` put operations together. Parity tries those of every variant, in
+    packed and padded rows too.
+    """
+    return {part for part in parts_of(case) if not ALIKE.match(part)} | {f"causal {causal(case)}"}
+
+
+@functools.cache
+def layer_structures() -> tuple[Case, ...]:
+    """Few variants, of any family, with the `operations_of` all variants between them, and the plain Llama; cut short.
+
+    For tests of what operations do with tokens, masks, positions and states, whichever family calls them. Their names
+    are recorded as those of `parts`.
+    """
+    named = {case.name: case for case in cases()}
+    return tuple(short(named[name]) for name in OPERATIONS.read_text().split())
+
+
+def chosen_operations() -> tuple[str, ...]:
+    """The names of the variants that `layer_structures` records."""
+    return _few(operations_of)
+
+
+def _few(of: Callable[[Case], set[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(("llama", *(case.name for case in fewest({case: of(case) for case in cases()})))))
 
 
 @functools.cache
