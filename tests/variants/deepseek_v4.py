@@ -66,6 +66,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "num_nextn_predict_layers": 0,
     "rope_parameters": {
         "main": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5},
         "compress": {"rope_type": "default", "rope_theta": 90.0, "partial_rotary_factor": 0.5},

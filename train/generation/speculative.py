@@ -14,8 +14,9 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import Cache, mtp
+from fnmodels.apply import hidden_states
 from fnmodels.cache.rows import is_recurrent
-from fnmodels.cache.step import logits_at, step_on
+from fnmodels.cache.step import logits_at, run_planned, runs_freely
 from fnmodels.cache.step_plan import plan_step
 from fnmodels.image_text import Image
 from fnmodels.models.common.family import DecoderConfig
@@ -122,14 +123,14 @@ def speculate(
         # a step draws a token itself: drafts that the answer has no room for could stand beyond the model's positions
         count = (left.to(device) - 1).clamp(max=ahead).minimum(draft.room()).where(active, -1)
         tokens = draft.drafted(last, count, draws)  # [B, most drafts + 1], the last token first
-        x, after = model.step(model.cache, tokens, _first(count + 1, tokens.shape[1]))
+        x, states, after = model.step(model.cache, tokens, _first(count + 1, tokens.shape[1]))
         logits = model.logits(x)
         found, draws = _checked(logits, tokens, draws, count)
         kept = found.count
         drafted += int(count.clamp(min=0).sum())
         right += int((kept - 1).clamp(min=0).sum())
         model.keep(after, tokens, kept)
-        draft.follow(x, tokens, found.tokens, kept)
+        draft.follow(states, tokens, found.tokens, kept)
         last = torch.where(active, found.tokens.gather(1, (kept - 1).clamp(min=0)[:, None])[:, 0], last)
         rows = zip(found.tokens.tolist(), found.logp.tolist(), found.logp_kept.tolist(), kept.tolist(), strict=True)
         for answer, (ids, logp, logp_kept, count) in zip(answers, rows, strict=True):
@@ -210,11 +211,14 @@ class _Side:
         self.lengths = torch.tensor(sizes, device=self.device)
         self.held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
         self.ahead_cache = self.cache
+        self.taps: tuple[str, ...] = ()  # that its MTP head reads, where it drafts
 
-    def step(self, cache: Cache, tokens: Tensor, segment_ids: Tensor) -> tuple[Tensor, Cache]:
-        """(hidden states [B, S, D], the cache with the tokens)."""
+    def step(self, cache: Cache, tokens: Tensor, segment_ids: Tensor) -> tuple[Tensor, Tensor, Cache]:
+        """(hidden states [B, S, D], what the model's MTP head reads of it, the cache with the tokens)."""
         prepared = fnmodels.prepare_step(self.config, tokens, cache, segment_ids=segment_ids, length=self.lengths)
-        return step_on(self.params, prepared, cache, self.config, self.options, inplace=False)
+        planned = plan_step(prepared, cache, self.config, self.options, free=runs_freely(self.params, self.options))
+        x, after, tapped = run_planned(self.params, prepared[0], planned, cache, self.taps)
+        return x, mtp.read(x, tapped, self.config) if self.taps else x, after
 
     def logits(self, x: Tensor) -> Tensor:
         with invariant_rows(self.options.invariant):
@@ -230,7 +234,7 @@ class _Side:
         cache, tokens, width = self.cache, [last], int(count.max()) + 1
         inside = _first((count + 1).minimum(self.room()), width)
         for place in range(width):
-            x, cache = self.step(cache, tokens[-1][:, None], inside[:, place : place + 1])
+            x, _, cache = self.step(cache, tokens[-1][:, None], inside[:, place : place + 1])
             if place + 1 < width:
                 token, _, _, draws = sample_step(self.logits(x)[:, 0], draws, active=place < count)
                 tokens.append(token)
@@ -242,7 +246,7 @@ class _Side:
         count = count.minimum(self.room())
         self.held = self.held + count
         if is_recurrent(after):  # a state cannot be rolled back: from the old one, with the tokens that are kept
-            _, self.cache = self.step(self.cache, tokens, _first(count, tokens.shape[1]))
+            *_, self.cache = self.step(self.cache, tokens, _first(count, tokens.shape[1]))
         else:
             self.cache = fnmodels.truncate(after, self.held)
 
@@ -255,7 +259,8 @@ class _Head:
     """The first MTP head of a model as its draft.
 
     The head computes, from the model's state at a position and the token after it, a state that predicts the token
-    after that. Its cache holds the positions of the model's; `first` is its state at the last of them, [B, D].
+    after that. Its cache holds the positions of the model's; `first` is its state at the last of them, [B, D], and
+    `source` what the head reads to go on from there, [B, D] or streams [B, n, D].
     """
 
     def __init__(self, model: _Side, requests: Sequence[Request]) -> None:
@@ -269,28 +274,35 @@ class _Head:
             raise ValueError("An MTP head drafts without layer_fn and edits: pass a smaller model as the draft.")
         self.model, self.params = model, {**model.params, "mtp": model.params["mtp"][:1]}
         # A later token's state is the head's own, with its norm instead of the model's final one.
-        self.own_params = {**self.params, "norm": self.params["mtp"][0].get("norm", self.params["norm"])}
+        own_norm = {name: leaf for name, leaf in self.params["mtp"][0].items() if name == "norm"}
+        self.own_params = {**self.params, **own_norm}
         self.output = mtp.view(self.params, 0)
         prompts = [torch.tensor(request.prompt, device=model.device) for request in requests]
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         room = next(slots.segments.shape[1] for slots in model.cache.slots.values())
-        dtype = self.params["norm"].dtype
+        dtype, _ = activations(model.params)
         self.config, self.begin = blocks(model.config)
         made = fnmodels.init_cache(self.config, len(prompts), room, dtype=dtype, device=model.device, rings=False)
         kinds = made.kinds[self.begin :]
         slots = {kind: made.slots[kind] for kind in kinds if kind in made.slots}
         self.cache = Cache(made.layers[self.begin :], slots, kinds, made.length)
+        model.taps = mtp.source_taps(model.config)
+        self.streams = ("streams",) if model.taps else ()  # of the head's block, from which it goes on
+        rows = (model.config.residual_streams,) if model.taps else ()
         self.first = torch.zeros(len(prompts), model.config.hidden_size, dtype=dtype, device=model.device)
+        self.source = self.first.new_zeros(len(prompts), *rows, model.config.hidden_size)
         held = torch.tensor([len(prompt) - 1 for prompt in prompts], device=model.device)
         if tokens.shape[1] > 1:
             inside = _first(held, tokens.shape[1] - 1)
             prepared = fnmodels.prepare(model.config, tokens[:, :-1], segment_ids=inside, length=model.lengths)
-            how = model.options.keywords
-            x = fnmodels.hidden(model.params, *prepared, config=model.config, **how)
-            self.follow(x, tokens[:, :-1], tokens[:, 1:], held)
+            x, tapped, _ = hidden_states(model.params, *prepared, model.config, model.options, model.taps)
+            self.follow(mtp.read(x, tapped, model.config), tokens[:, :-1], tokens[:, 1:], held)
 
-    def _step(self, params: Tree, x: Tensor, tokens: Tensor, cache: Cache, segment_ids: Tensor) -> tuple[Tensor, Cache]:
-        """(the head's states [B, S, D], its cache) of the model's states x [B, S, D] and the tokens after them."""
+    def _step(
+        self, params: Tree, x: Tensor, tokens: Tensor, cache: Cache, segment_ids: Tensor
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """(the head's states [B, S, D], those that it goes on from, its cache), of the model's states x [B, S, ...] and
+        the tokens after them."""
         config: Any = self.model.config
         lengths = self.model.lengths
         prepared = fnmodels.prepare_step(self.config, tokens, cache, segment_ids=segment_ids, length=lengths)
@@ -298,8 +310,10 @@ class _Head:
         step = planned.step._replace(entries=dict(enumerate(cache.layers, self.begin)))
         known = tokens.where(segment_ids > 0, -1)[..., None]
         how = planned.options.keywords
-        state, entries = mtp.hidden(params, x, known, planned.masks, prepared[2], config=config, cache=step, **how)
-        return state, planned.after(cache, dict(enumerate(entries)))
+        how |= {"config": config, "cache": step, "taps": self.streams}
+        state, *tapped, entries = mtp.hidden(params, x, known, planned.masks, prepared[2], **how)
+        source = tapped[0]["mtp.0.streams"] if tapped else state
+        return state, source, planned.after(cache, dict(enumerate(entries)))
 
     def _logits(self, state: Tensor) -> Tensor:
         with invariant_rows(self.model.options.invariant):
@@ -313,19 +327,21 @@ class _Head:
 
     def drafted(self, last: Tensor, count: Tensor, draws: SampleState) -> Tensor:
         """[B, S]: the last token, and the count [B] drawn after it, -1 for idle rows."""
-        state, cache, tokens = self.first, self.cache, [last]
+        state, source, cache, tokens = self.first, self.source, self.cache, [last]
         for place in range(int(count.max())):
             if place:
                 inside = (place < count)[:, None].long()
-                x, cache = self._step(self.own_params, state[:, None], tokens[-1][:, None], cache, inside)
-                state = x[:, 0]
+                x, after, cache = self._step(self.own_params, source[:, None], tokens[-1][:, None], cache, inside)
+                state, source = x[:, 0], after[:, 0]
             token, _, _, draws = sample_step(self._logits(state), draws, active=place < count)
             tokens.append(token)
         return torch.stack(tokens, 1)
 
     def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
-        """Goes on with the model's states x [B, S, D] of tokens [B, S], of which the first count [B] were kept, and
+        """Goes on with the model's states x [B, S, ...] of tokens [B, S], of which the first count [B] were kept, and
         the tokens drawn after each of them, [B, S]."""
-        states, self.cache = self._step(self.params, x, drawn, self.cache, _first(count, x.shape[1]))
-        newest = states.gather(1, (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[2]))[:, 0]
-        self.first = torch.where(count[:, None] > 0, newest, self.first)
+        state, source, self.cache = self._step(self.params, x, drawn, self.cache, _first(count, x.shape[1]))
+        rows, newest = torch.arange(len(count), device=count.device), (count - 1).clamp(min=0)
+        self.first = torch.where(count[:, None] > 0, state[rows, newest], self.first)
+        kept = (count > 0).reshape(-1, *[1] * (source.ndim - 2))
+        self.source = torch.where(kept, source[rows, newest], self.source)

@@ -82,13 +82,14 @@ def mtp_loss(
     """
     check_ahead(batch, config)
     given = ForwardOptions(**options)
-    found = model_states(params, batch, config=config, length=length, balance=balance, aux=aux, options=given)
+    how: dict[str, Any] = {"options": given, "balance": balance, "aux": aux, "taps": mtp.source_taps(config)}
+    found = model_states(params, batch, config=config, length=length, **how)
     table = params["embed_tokens"]
     split = (table.region.cut, table.region.join) if isinstance(table, Vocab) and table.region.sequence else None
     routed = found.sums is not None and any(kind.routed for kind in parsed(kinds_of(config)))
     states, tapped = mtp.hidden(
         found.params,
-        found.x,
+        mtp.read(found.x, found.tapped, config),
         batch["next_tokens"],
         found.masks,
         found.freqs_cis,

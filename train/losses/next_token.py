@@ -89,7 +89,7 @@ class ModelStates(NamedTuple):
 
     x [B, S, D]: from `fnmodels.hidden`. masks, freqs_cis: from `fnmodels.prepare`. params: with the options of their
     run. added: the balance terms for the loss's sum, 0-d; None without balance. sums: router statistics; None unless
-    requested.
+    requested. tapped: the taps that the loss asked for.
     """
 
     x: Tensor
@@ -98,6 +98,7 @@ class ModelStates(NamedTuple):
     params: RunParams
     added: Tensor | None = None
     sums: dict[str, Tensor] | None = None
+    tapped: Mapping[str, Tensor] = {}
 
     def added_to(self, total: Tensor, count: Tensor) -> tuple[Any, ...]:
         """(sum, count[, aux]) of the loss, from the head's sum and count."""
@@ -123,14 +124,14 @@ class ModelCall(NamedTuple):
     def states(self, x: Tensor, tapped: dict[str, Tensor]) -> ModelStates:
         """The states of a batch, from what the model returned."""
         if self.terms is None:
-            return ModelStates(x, self.masks, self.freqs_cis, self.run_params)
+            return ModelStates(x, self.masks, self.freqs_cis, self.run_params, tapped=tapped)
         of_run = run_options(self.run_params).ranks.balance
         local = self.terms.balance if of_run is None else of_run(self.terms.balance)
         added, sums = balance_terms(tapped, self.valid, self.terms.labelled, local)
         if "counts" in sums:
             sums["counts"] = counts_by_layer(sums["counts"], self.arguments[4])
         results = added if self.balanced else None, sums if self.terms.aux else None
-        return ModelStates(x, self.masks, self.freqs_cis, self.run_params, *results)
+        return ModelStates(x, self.masks, self.freqs_cis, self.run_params, *results, tapped)
 
 
 def model_states(
@@ -142,9 +143,11 @@ def model_states(
     options: ForwardOptions,
     balance: Balance | None = None,
     aux: bool = False,
+    taps: tuple[str, ...] = (),
 ) -> ModelStates:
     """The model's states for a batch: of the call that `model_call` makes, with its errors."""
-    call = model_call(params, batch, config=config, length=length, options=options, balance=balance, aux=aux)
+    how: dict[str, Any] = {"options": options, "balance": balance, "aux": aux, "taps": taps}
+    call = model_call(params, batch, config=config, length=length, **how)
     return call.states(*hidden_states(*call.arguments)[:2])
 
 
@@ -157,10 +160,12 @@ def model_call(
     options: ForwardOptions,
     balance: Balance | None = None,
     aux: bool = False,
+    taps: tuple[str, ...] = (),
 ) -> ModelCall:
     """The call of the model for a batch as in `next_token_loss`, after checking its keys and labels.
 
-    balance, aux: as there. ValueError for an invalid batch, and for balance or aux with a model without experts.
+    balance, aux: as there. taps: of the last layer, which the loss reads. ValueError for an invalid batch, and for
+    balance or aux with a model without experts.
     """
     check_entries(batch, "tokens", "positions", "segment_ids", "labels")
     whole, config = config, text_config(config)
@@ -179,7 +184,7 @@ def model_call(
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts
     if not aux and balance is None:
-        return ModelCall((given, *arguments), given, masks, freqs_cis, inputs["valid"])
+        return ModelCall((given, *arguments, taps), given, masks, freqs_cis, inputs["valid"])
     family = fnmodels.family_of(config)
     if not traits_of(family).routed:
         raise ValueError(f"balance and aux are for models with experts, and {config.model_type} has none.")
@@ -188,7 +193,7 @@ def model_call(
     if run is given.run and run.stage is not None:
         noted = RunParams(given, dataclasses.replace(run, stage=dataclasses.replace(run.stage, routers=terms)))
     # a dense model of a family that has models with experts: its terms are 0
-    taps = ROUTER_TAPS if any(kind.routed for kind in parsed(family.kinds(config))) else ()
+    taps = (*taps, *ROUTER_TAPS) if any(kind.routed for kind in parsed(family.kinds(config))) else taps
     return ModelCall((noted, *arguments, taps), given, masks, freqs_cis, inputs["valid"], terms, balance is not None)
 
 

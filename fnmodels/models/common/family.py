@@ -246,8 +246,8 @@ class Traits:
     # {key of params that files may lack, such as MTP heads: the Config field with its length}
     optional: Mapping[str, str] = field(default_factory=dict)
     # the states that MTP heads read: "chained": the model's after its final norm, then those of the head before after
-    # that head's; "raw": the same before these norms; "shared": all heads the model's, see `fnmodels.mtp`
-    mtp_reads: Literal["chained", "raw", "shared"] = "chained"
+    # its own; "raw": before these norms; "streams": raw ones of several rows; "shared": the model's; see `fnmodels.mtp`
+    mtp_reads: Literal["chained", "raw", "shared", "streams"] = "chained"
     leftovers: tuple[str, ...] = ()  # patterns of names in files that are not read, such as buffers
     # {part that is not read: pattern of its names in files}, which loading refuses without drop=(part,)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -282,8 +282,8 @@ class Traits:
             raise TypeError("The traits kinds and heads must name at least one kind of layers and one head.")
         if self.inputs not in ("tokens", "patches", "latents"):
             raise TypeError(f"The trait inputs is {self.inputs!r}; it must be 'tokens', 'patches' or 'latents'.")
-        if self.mtp_reads not in ("chained", "raw", "shared"):
-            raise TypeError(f"The trait mtp_reads is {self.mtp_reads!r}; it must be 'chained', 'raw' or 'shared'.")
+        if self.mtp_reads not in ("chained", "raw", "shared", "streams"):
+            raise TypeError(f"The trait mtp_reads is {self.mtp_reads!r}, not 'chained', 'raw', 'shared' or 'streams'.")
 
 
 _VALUES: dict[str, tuple[Any, str]] = {

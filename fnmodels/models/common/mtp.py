@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common.family import LayerKind, function_of
+from fnmodels.models.common.family import LayerKind, field_of, function_of
 from fnmodels.models.common.registry import family_of
-from fnmodels.models.common.spec import norm, weight
+from fnmodels.models.common.spec import Leaf, norm, weight
 from fnmodels.models.common.storage import Stored, renamed
 from fnmodels.tree import Tree
 
@@ -25,7 +25,8 @@ def blocks(config: Any) -> tuple[Any, int]:
     if kinds is None:
         return config, len(family.kinds(config)) - 1
     own = tuple(kinds(config))
-    return replace(config, num_hidden_layers=len(own), layer_kinds=own, num_nextn_predict_layers=0), 0
+    no_ngrams = {"ngram_size": 0} if field_of(config, "ngram_size") else {}
+    return replace(config, num_hidden_layers=len(own), layer_kinds=own, num_nextn_predict_layers=0, **no_ngrams), 0
 
 
 def kinds_of(config: Any) -> tuple[str, ...]:
@@ -95,6 +96,18 @@ def heads(
         **({"norm": of_stream} if own_norm else {}),
         **({"lm_head": weight((config.vocab_size, D), ("vocab", "embed"), std)} if own_output else {}),
     }
+    return {"mtp": [head] * config.num_nextn_predict_layers} if config.num_nextn_predict_layers else {}
+
+
+def stream_heads(config: Any, block: Tree, norms: Mapping[str, Leaf]) -> Tree:
+    """`heads` that read residual streams: a projection of the embedding, and one of each row of the streams.
+
+    block: the parameters of its layer, with "fold", which makes one row of its result. norms: "enorm" of the embedding,
+    "hnorm" of the streams, of each row or of all together, and "norm" where a head has a final norm of its own.
+    """
+    D, std = config.hidden_size, config.initializer_range
+    project = weight((D, D), ("embed", "token_and_state"), std)
+    head = {**norms, "e_proj": project, "h_proj": project, "block": block}
     return {"mtp": [head] * config.num_nextn_predict_layers} if config.num_nextn_predict_layers else {}
 
 

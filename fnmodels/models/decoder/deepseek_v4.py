@@ -13,7 +13,8 @@ with sink logits. The output projection is of low rank within groups of heads. E
 a shared one, all with a clamped SwiGLU; in the first, "hash" layers the token's id says which experts it takes.
 
 The choice of windows has no gradient: `train.losses.indexer_loss` trains the indexers, a loss on logits does not. MTP
-parts of the files are not read: a head reads the rows of the stream before they are folded, and folds its own.
+heads read the rows of the stream before they are folded (`fnmodels.mtp`): inference/model.py in DeepSeek's own files
+has the maths. The block of a head is a sliding layer.
 """
 
 import functools
@@ -28,7 +29,7 @@ from fnmodels.errors import ConfigError
 from fnmodels.inputs.mask import Create, MaskLike, build_mask
 from fnmodels.inputs.rules import Causal, Window
 from fnmodels.inputs.windows import build_windows
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
@@ -72,7 +73,8 @@ TRAITS = Traits(
     sinks=True,
     reads_ids=True,
     dropout={},
-    unread={"mtp": r"mtp\..*"},
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="streams",
     in_memory=IN_MEMORY,
     resaved=RESAVED,
 )
@@ -99,10 +101,12 @@ class Config(mixture.SharedConfig):
     residual_streams: int
     sinkhorn_iterations: int
     hyper_eps: float = 1e-6
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intermediate_size", self.moe_intermediate_size)
         super().__post_init__()
+        mtp.check_kinds(self, ())  # their layers have a mask and a table of their own
         decoder.check_sizes(self, "q_lora_rank", "o_lora_rank", "o_groups", "index_n_heads", "index_topk")
         decoder.check_sizes(self, "indexed_ratio", "compressed_ratio", "residual_streams", "sinkhorn_iterations")
         if self.num_attention_heads % self.o_groups:
@@ -128,13 +132,14 @@ class Config(mixture.SharedConfig):
         for name, value in FIXED.items():
             fields.expect(name, value)
         layers = sizes["num_hidden_layers"]
+        heads = fields.integer("num_nextn_predict_layers", 1, low=0, high=mixture.HEADS_LIMIT)
         ratios = ratios_of(fields)
         ropes = ropes_of(fields, sizes["head_dim"], sizes["max_position_embeddings"])
         config = Config(
             **sizes,
             **fields.plain(**SIZES, routed_scaling_factor=1.5, swiglu_limit=10.0, rms_norm_eps=1e-6),
             moe_intermediate_size=inner,
-            n_routed_experts=fields.integer("n_routed_experts", 256, high=mixture.experts_limit(layers)),
+            n_routed_experts=fields.integer("n_routed_experts", 256, high=mixture.experts_limit(layers + heads)),
             rope=ropes["compress"],
             local_rope=ropes["main"],
             indexed_ratio=ratios[INDEXED],
@@ -143,11 +148,11 @@ class Config(mixture.SharedConfig):
             sinkhorn_iterations=fields.integer("hc_sinkhorn_iters", 20, high=1000),
             hyper_eps=fields.number("hc_eps", 1e-6),
             hidden_act=fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
-            layer_kinds=layer_kinds_of(fields, layers, ratios),
+            layer_kinds=layer_kinds_of(fields, layers, heads, ratios),
+            num_nextn_predict_layers=heads,
             model_type=fields.choice("model_type", MODEL_TYPES),
         )
-        ignored = ("num_nextn_predict_layers", "expert_dtype", "ep_size", "n_group", "topk_group")
-        return decoder.finished(config, fields, ignored=ignored)
+        return decoder.finished(config, fields, ignored=("expert_dtype", "ep_size", "n_group", "topk_group"))
 
     def to_hf(self) -> ConfigJson:
         """A config.json in the current dialect of transformers."""
@@ -165,6 +170,7 @@ class Config(mixture.SharedConfig):
             "moe_intermediate_size": self.moe_intermediate_size,
         }
         names = (*SIZES, "n_routed_experts", "routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hidden_act")
+        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
         made = decoder.decoder_to_hf(self, "DeepseekV4ForCausalLM", *names, **own)
         del made["intermediate_size"]
         return made
@@ -177,22 +183,43 @@ def kinds(config: Config) -> tuple[str, ...]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    n, last = config.residual_streams, config.num_hidden_layers - 1
+    n, norm = config.residual_streams, wide_norm(config.hidden_size, "embed")
     connection = hyper_leaves(config, (2 + n) * n, 3)
 
-    def layer(index: int, kind: LayerKind) -> Tree:
+    def layer(kind: LayerKind, *, folds: bool) -> Tree:
         return {
             "attention_hyper": connection,
-            "input_layernorm": wide_norm(config.hidden_size, "embed"),
+            "input_layernorm": norm,
             "attention": attention_leaves(config, kind),
             "mlp_hyper": connection,
-            "post_attention_layernorm": wide_norm(config.hidden_size, "embed"),
+            "post_attention_layernorm": norm,
             "mlp": experts_leaves(config, kind),
-            **({"fold": hyper_leaves(config, n, 1)} if index == last else {}),
+            **({"fold": hyper_leaves(config, n, 1)} if folds else {}),
         }
 
-    leaves = decoder_leaves(config, [layer(i, kind) for i, kind in enumerate(parsed(config.layer_kinds))])
-    return leaves | {"norm": wide_norm(config.hidden_size, "embed")}
+    *inner, last = parsed(config.layer_kinds)
+    leaves = decoder_leaves(config, [*(layer(kind, folds=False) for kind in inner), layer(last, folds=True)])
+    (of_head,) = parsed(mtp_kinds(config))
+    heads = mtp.stream_heads(config, layer(of_head, folds=True), dict.fromkeys(("enorm", "hnorm", "norm"), norm))
+    return leaves | {"norm": norm} | heads
+
+
+stream_norm = rms_norm_fp32_weight
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of an MTP head."""
+    return ("sliding_moe",)
+
+
+def _kinds_with_heads(config: Config) -> list[LayerKind]:
+    """The kinds of the layers of the model and of its MTP heads, each of them once."""
+    return parsed(sorted({*kinds(config), *(mtp.kinds_of(config) if config.num_nextn_predict_layers else ())}))
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of MTP heads that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"mtp\..*",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:
@@ -207,7 +234,7 @@ def attention_masks(
     near: MaskLike = build_mask(Causal() & Window(config.sliding_window), positions, segment_ids, create=create)
     found: dict[str, Any] = {}
     made: dict[int, Any] = {}
-    for kind in parsed(sorted(set(kinds(config)))):
+    for kind in _kinds_with_heads(config):
         ratio = {"indexed": config.indexed_ratio, "compressed": config.compressed_ratio}.get(kind.attends)
         if ratio is not None and ratio not in made:
             made[ratio] = {"attention": near, "windows": build_windows(positions, segment_ids, ratio)}
@@ -221,7 +248,7 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
     scaled = rotary_table(config.rope, config.head_dim, positions, length)
     found: dict[str, Any] = {}
     made: dict[int, Any] = {}
-    for kind in parsed(sorted(set(kinds(config)))):
+    for kind in _kinds_with_heads(config):
         ratio = {"indexed": config.indexed_ratio, "compressed": config.compressed_ratio}.get(kind.attends)
         if ratio is not None and ratio not in made:
             first = positions - positions % ratio

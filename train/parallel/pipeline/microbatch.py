@@ -92,7 +92,8 @@ def _microbatch(loss: ModelLoss, pipe: Pipeline, params: Tree, batch: Entries) -
         )
     if found.config != pipe.config:
         raise ValueError("The loss runs the model with another config than that of the pipeline.")
-    layers = [tap for tap in found.taps if tap != "hidden"]
+    last = f"layers.{found.config.num_hidden_layers - 1}."
+    layers = [tap for tap in found.taps if tap != "hidden" and not tap.startswith(last)]
     if layers and found.routers is None:
         raise ValueError(
             f"Over a pipeline the last stage sees its own layers alone, so the loss cannot read the tap {layers[0]!r}; "

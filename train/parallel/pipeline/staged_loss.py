@@ -166,7 +166,7 @@ def _through(
     own = edits_of_stage(edits, names, numbers)
     layout: Any = stack.part(part.layout)
     options = dataclasses.replace(part.options, layout=layout, edits=own)
-    taps = tuple(tap for tap in part.taps if tap != "hidden")
+    taps = tuple(tap for tap in part.taps if tap != "hidden" and _runs(tap.split(".")[1], numbers))
     states, *tapped, carried = fnmodels.run_layers(
         given.with_entries({"layers": numbered(params["layers"])}),
         states,
@@ -191,3 +191,8 @@ def _through(
     if memory is not None:
         left["memory"] = memory
     return left, tapped[0] if taps else {}
+
+
+def _runs(layer: str, numbers: range) -> bool:
+    """Whether a tap of this layer, "*" for all, is one of layers with these numbers."""
+    return layer == "*" or int(layer) in numbers

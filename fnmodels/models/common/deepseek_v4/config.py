@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fnmodels.errors import ConfigError
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.rope_config import parse_rope, rope_to_hf
 from fnmodels.ops import Rope
@@ -56,16 +56,24 @@ def ratios_of(fields: Fields) -> dict[str, int]:
     return ratios
 
 
-def layer_kinds_of(fields: Fields, layers: int, ratios: Mapping[str, int]) -> tuple[str, ...]:
-    """The kinds of layers, from `layer_types` or, as published, the tokens of each layer's windows (0: none)."""
+def layer_kinds_of(fields: Fields, layers: int, heads: int, ratios: Mapping[str, int]) -> tuple[str, ...]:
+    """The kinds of layers, from `layer_types` or, as published, the tokens of each layer's windows (0: none).
+
+    heads: the number of MTP heads, whose windows are listed after those of layers. UnsupportedError if they have any.
+    """
     types = ["heavily_compressed_attention" if i < 2 or i % 2 == 0 else INDEXED for i in range(layers)]
-    listed = fields.take("compress_ratios", None)  # of MTP parts too
+    listed = fields.take("compress_ratios", None)
     if listed is not None:
         known = {0: "sliding_attention", 4: INDEXED, 128: COMPRESSED}
         if not isinstance(listed, list) or len(listed) < layers or any(ratio not in known for ratio in listed):
             raise ConfigError(
                 f"{fields.where}: 'compress_ratios' is {shown(listed)}, but must be a list of 0, 4 or 128 for each of "
                 f"{layers} layers."
+            )
+        if any(listed[layers : layers + heads]):
+            raise UnsupportedError(
+                f"{fields.where}: 'compress_ratios' has {shown(listed[layers : layers + heads])} for MTP heads, whose "
+                "layers read no windows here, as 0 says."
             )
         types = [known[ratio] for ratio in listed[:layers]]
     attention = _per_layer(fields, "layer_types", ATTENTION, types)

@@ -67,8 +67,11 @@ def stored(path: str, config: Any) -> Stored:
     """The name on disk of the parameter at `path`."""
     if path in _OUTSIDE or path == "score":
         return _OUTSIDE.get(path, "score.weight")
-    layer, _, inner = path.removeprefix("layers.").partition(".")
-    where, last = f"layers.{layer}", path.rpartition(".")[2]
+    part, number, inner = path.split(".", 2)  # an MTP head is a layer with further parameters
+    where, last = f"{part}.{number}", path.rpartition(".")[2]
+    if part == "mtp" and not inner.startswith("block."):
+        return f"{path}.weight"
+    inner = inner.removeprefix("block.")
     if inner in _PARTS:
         return f"{where}.{_PARTS[inner]}"
     if ".compressor." in inner:
@@ -82,5 +85,5 @@ def stored(path: str, config: Any) -> Stored:
         rows = config.vocab_size
         return TensorSlice(f"{where}.ffn.gate.tid2eid", 0, rows, rows, experts=config.n_routed_experts)
     if inner.startswith("fold."):
-        return f"hc_head_{last}"
+        return f"hc_head_{last}" if part == "layers" else f"{where}.hc_head_{last}"
     return f"{where}.hc_{'attn' if inner.startswith('attention_hyper') else 'ffn'}_{last}"
