@@ -48,9 +48,15 @@ def logits_of(
     """The heads' logits [B, S, V]."""
     family = fnmodels.family_of(config)
     options |= {"config": config, "kernel": kernel}
-    x = fnmodels.hidden(weights, *prepared, **options)
-    states = mtp.hidden(weights, x, next_tokens, *prepared[1:], **options)
+    states = mtp.hidden(weights, source_of(weights, prepared, **options), next_tokens, *prepared[1:], **options)
     return [family.unembed(mtp.view(weights, k), state, config=config) for k, state in enumerate(states)]
+
+
+def source_of(weights: Any, prepared: Any, *, config: Any, **options: Any) -> Tensor:
+    """What the heads read of the model."""
+    taps = mtp.source_taps(config)
+    found = fnmodels.hidden(weights, *prepared, config=config, taps=taps, **options)
+    return mtp.read(*(found if taps else (found, {})), config)
 
 
 def next_tokens_of(batch: Batch) -> Tensor:
@@ -71,8 +77,8 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
 
     reads = READS.get(config.model_type, "chained")
     prepared = fnmodels.prepare(config, tokens[None], length=24)
-    h = state = fnmodels.hidden(weights, *prepared, config=config, kernel="math")[0]
-    h = h if reads == "raw" else norm(h, weights["norm"])
+    h = source_of(weights, prepared, config=config, kernel="math")[0]
+    h = h if reads in ("raw", "streams") else norm(h, weights["norm"])
     found = []
     for k, head in enumerate(weights["mtp"], start=1):
         if length <= k:
@@ -80,33 +86,38 @@ def reference(weights: Any, tokens: Tensor, config: Any) -> list[Tensor]:
             continue
         pairs = []
         for i in range(length - k):
-            token = weights["embed_tokens"][tokens[i + k]]
-            pairs.append(head["eh_proj"] @ torch.cat((norm(token, head["enorm"]), norm(h[i], head["hnorm"]))))
-        state = one_document(torch.stack(pairs)[None], head["block"], tokens[None, : length - k], config)[0]
-        normed = norm(state, head.get("norm", weights["norm"]))
+            token = norm(weights["embed_tokens"][tokens[i + k]], head["enorm"])
+            if reads == "streams":  # [n, D], of which each row is normed, or all of them together
+                rows = norm(h[i].reshape(-1, len(head["hnorm"])), head["hnorm"]).reshape(h[i].shape)
+                pairs.append(torch.stack([head["e_proj"] @ token + head["h_proj"] @ row for row in rows]))
+            else:
+                pairs.append(head["eh_proj"] @ torch.cat((token, norm(h[i], head["hnorm"]))))
+        state, streams = one_document(torch.stack(pairs)[None], head["block"], tokens[None, : length - k], config)
+        own = head.get("norm", weights.get("norm"))
+        normed = state if own is None else norm(state, own)
         found.append(normed @ head.get("lm_head", weights.get("lm_head", weights["embed_tokens"])).T)
         if reads != "shared":
-            h = state if reads == "raw" else normed
+            h = {"raw": state, "streams": streams}.get(reads, normed)
     return found
 
 
-# Which states heads read: "raw", those before norms, or "shared", the model's for every head. Others: normalized ones.
+# Which states heads read: "raw", those before norms, "streams", those before the fold, or "shared", the model's for
+# every head. Others: normalized ones.
 READS = {"mimo_v2_flash": "shared", "ernie4_5_moe": "raw", "minimax_m3_vl_text": "raw", "minimax_m3_vl": "raw"}
-READS |= {"step3p5": "raw"}
+READS |= {"step3p5": "raw", "deepseek_v4": "streams", "qwen4_exp": "streams", "qwen4_exp_text": "streams"}
 
 
-def one_document(x: Tensor, block: Any, tokens: Tensor, config: Any) -> Tensor:
-    """x [1, T, D] after the layers of a head's block, called one by one."""
+def one_document(x: Tensor, block: Any, tokens: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """x [1, T, ...] after the layers of a head's block, called one by one: [T, D], and the last one's streams."""
     own, first = blocks(config)
     family = fnmodels.family_of(own)
     inputs, masks, tables = fnmodels.prepare(own, tokens, length=24)
     layers = block if isinstance(block, list) else [block]
     for layer, kind in zip(layers, family.kinds(own)[first:], strict=True):
         more = {"valid": inputs["valid"]} if is_routed(family, kind) else {}
-        x, _ = family.block(
-            layer, x, masks[kind], tables[kind], config=own, kind=kind, options=ForwardOptions("math"), **more
-        )
-    return x
+        more |= {"options": ForwardOptions("math"), "taps": ("streams",)}
+        x, aux = family.block(layer, x, masks[kind], tables[kind], config=own, kind=kind, **more)
+    return x[0], aux.get("streams", x)[0]
 
 
 def test_looking_ahead() -> None:
@@ -202,7 +213,7 @@ def test_places_without_a_next_token(case: Case) -> None:
     batch, weights = batch_of(config, MIXED), trainable(generic_params(config))
     ahead = next_tokens_of(batch)
     prepared = batch.prepared()
-    x = fnmodels.hidden(weights, *prepared, config=config)
+    x = source_of(weights, prepared, config=config)
     if routed:
         states, tapped = mtp.hidden(weights, x, ahead, *prepared[1:], config=config, taps=("counts", "expert_indices"))
         assert set(tapped) == {f"mtp.{k}.{n}" for k in range(heads) for n in ("counts", "expert_indices")}
@@ -274,6 +285,8 @@ def test_what_does_not_fit_is_said() -> None:
             *prepared[1:],
             config=case.config,
         )
+    with pytest.raises(ValueError, match=r"x is \[1, 6, 1, 32\], and the heads of this model read states \[B, S, D\]"):
+        mtp.hidden(weights, x[:, :, None], next_tokens_of(batch), *prepared[1:], config=config)
     with pytest.raises(ValueError, match=r"train.losses.look_ahead\(batch, heads\)"):
         train.mtp_loss(weights, {"tokens": batch.tokens}, config=config)
     given = {"tokens": batch.tokens, "segment_ids": batch.segment_ids, "labels": batch.labels}

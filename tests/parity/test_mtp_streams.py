@@ -6,6 +6,7 @@ vllm/model_executor/models/deepseek_v4_mtp.py and vllm/models/qwen4_exp/nvidia/m
 the streams before the fold, a projection of each, and their sum as each row that the block begins with.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,8 +47,9 @@ def watched(layer: Any, begins: Tensor | None = None) -> Iterator[list[Tensor]]:
         given = args[0] if begins is None else begins.reshape(args[0].shape)
         return (given, *args[1:]), named
 
-    handles = layer.register_forward_pre_hook(before, with_kwargs=True), layer.register_forward_hook(
-        lambda _, args, result: found.append(result)
+    handles = (
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(lambda _, args, result: found.append(result)),
     )
     try:
         yield found
@@ -76,11 +78,13 @@ def begun(config: Any, family: str, *, other_norm: bool = False) -> Begin:
 
 
 def theirs(case: Case, config: Any, weights: Any, folder: Path, *, begin: Begin, shift: int = 1) -> list[Tensor]:
-    """The logits of each head, of all positions with a token ahead."""
+    """The logits of each head at the positions with a token ahead."""
     tokens, n = tokens_of(config, 1, LENGTH), config.residual_streams
     plain = {name: leaf for name, leaf in weights.items() if name != "mtp"}
     P.save_pretrained(folder / "model", case.config, plain)
     model, own = loaded(folder / "model"), blocks(config)[0]
+    of_ngrams = {f.name: f.default for f in dataclasses.fields(own) if f.init and f.name.startswith("ngram_")}
+    own = dataclasses.replace(own, **of_ngrams)  # which a block has none of
     with torch.no_grad(), watched(model.model.layers[-1]) as streams:
         model(tokens, use_cache=False)
     found = []

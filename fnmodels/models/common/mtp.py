@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from fnmodels.errors import ConfigError
@@ -120,16 +121,21 @@ def layer_path(path: str, layers: int) -> str:
     return f"layers.{layers + int(match[1])}.{rest}"
 
 
-def names_apart(names: Mapping[str, Stored], layers: int) -> dict[str, Stored]:
+def names_apart(
+    names: Mapping[str, Stored], layers: int, *, around: Mapping[str, str] = MappingProxyType(_APART)
+) -> dict[str, Stored]:
     """{path: name on disk} of one MTP head that stands in a part "mtp" of its own, as in Qwen3-Next's files.
 
-    names: of the model's layers; the block's are those of the last one, under mtp.layers.0.
+    names: of the model's layers; the block's are those of the last one, under mtp.layers.0, and those outside of layers
+    under mtp. around: {parameter around the block: its name}.
     """
     at = f"layers.{layers - 1}."
-    names_of_head: dict[str, Stored] = {f"mtp.0.{ours}": f"mtp.{theirs}.weight" for ours, theirs in _APART.items()}
+    names_of_head: dict[str, Stored] = {f"mtp.0.{ours}": f"mtp.{theirs}.weight" for ours, theirs in around.items()}
     inside = {path.removeprefix(at): stored for path, stored in names.items() if path.startswith(at)}
     return names_of_head | {
-        f"mtp.0.block.{path}": renamed(stored, rf"^.*?layers\.{layers - 1}\.", "mtp.layers.0.")
+        f"mtp.0.block.{path}": renamed(
+            renamed(stored, rf"^.*?layers\.{layers - 1}\.", "mtp.layers.0."), r"^model\.", "mtp."
+        )
         for path, stored in inside.items()
     }
 

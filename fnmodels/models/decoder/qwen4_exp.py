@@ -4,8 +4,9 @@ Layers of Gated DeltaNet, and one in four with gated attention to blocks of keys
 (`fnmodels.ops.indexers.pooled`); all have experts with a gated shared one. Each sublayer reads a mixture of the streams
 that is normed already, and its output is added to each of them (`fnmodels.ops.streams.gated`). The last layer mixes
 them to one, which the head reads without a further norm. The choice of keys has no gradient. Some layers of Gated
-DeltaNet add embeddings of hashed n-grams to the streams first (`fnmodels.ops.streams.ngrams`). The MTP head of files,
-which reads the streams before the last layer mixes them, is not read.
+DeltaNet add embeddings of hashed n-grams to the streams first (`fnmodels.ops.streams.ngrams`). The MTP head reads the
+streams before the last layer mixes them (`fnmodels.mtp`), and its block is a layer with attention: vLLM,
+vllm/models/qwen4_exp/nvidia/mtp.py at d4d0f73ef171, and SGLang's qwen4_exp_mtp.py have its names and maths.
 """
 
 import functools
@@ -17,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
@@ -29,7 +30,7 @@ from fnmodels.models.common.layers import delta, gated_attention, ngrams
 from fnmodels.models.common.rope_config import rope_to_hf, split_sections
 from fnmodels.models.common.spec import Leaf, decoder_leaves, moe_leaves, norm, weight
 from fnmodels.models.common.storage import Stored, fuse, renamed
-from fnmodels.ops import apply_rotary, rotary_table
+from fnmodels.ops import apply_rotary, rms_norm_zero_centered, rotary_table
 from fnmodels.ops.indexers.pooled import PooledIndexer
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.ops.recurrent.gated_norm import norm_then_sigmoid, norm_then_silu
@@ -43,8 +44,10 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     reads_ids=True,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+    mtp_reads="streams",
     # of the hash, whose numbers the config gives
-    leftovers=(r"mtp\..*", r".*\.ple\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))"),
+    leftovers=(r".*\.ple\.ple_embedding\.(layer_multipliers|ngram_heads_(vocab_sizes|offsets))",),
     in_memory={r"\.shard_0\.": "."},
     unread={"vision": r"model\.visual\..*"},
 )
@@ -78,10 +81,12 @@ class Config(ngrams.NgramConfig):
     indexer_budget: int  # keys in the complete blocks of a query
     indexer_compress_ratio: int  # positions of a block
     mrope_section: tuple[int, ...] = ()  # rotary frequencies of time, height and width, which are one for text
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "intermediate_size", self.moe_intermediate_size)
         super().__post_init__()
+        mtp.check_kinds(self, mtp_kinds(self), most=1)
         mixture.check_experts(self.num_experts, self.num_experts_per_tok)
         delta.check_heads(self)
         decoder.check_sizes(self, *_WIDTHS, "stream_rank", "indexer_n_heads", "indexer_head_dim")
@@ -143,6 +148,7 @@ class Config(ngrams.NgramConfig):
             stream_rank=fields.integer("hc_lowrank", 320),
             layer_kinds=tuple(f"{kind}_ngrams" if i in tables else kind for i, kind in enumerate(layer_kinds)),
             mrope_section=sections,
+            num_nextn_predict_layers=_heads_of(fields, usual["rope"].theta),
         )
         return decoder.finished(config, fields, ignored=_IGNORED)
 
@@ -157,6 +163,7 @@ class Config(ngrams.NgramConfig):
         linear = [kind.ordered for kind in parsed(self.layer_kinds)]
         own: ConfigJson = {"layer_types": ["linear_attention" if one else "indexed_attention" for one in linear]}
         own |= {"hc_count": self.residual_streams, "hc_lowrank": self.stream_rank, "indexer_kv_heads": 1}
+        own |= {"mtp_num_hidden_layers": self.num_nextn_predict_layers}
         own |= {"output_gate_type": "sigmoid" if self.sigmoid_gate else "silu"} | ngrams.fields_to_hf(self)
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}
         sections = {"mrope_section": list(self.mrope_section), "mrope_interleaved": True}
@@ -169,7 +176,21 @@ class Config(ngrams.NgramConfig):
 
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 # without effect: of n-grams where no layer has tables, and number_of_conv_states of transformers' caches
-_IGNORED = (*ngrams.FIELDS, "mamba_ssm_dtype", "mtp_num_hidden_layers", "number_of_conv_states")
+_IGNORED = (*ngrams.FIELDS, "mamba_ssm_dtype", "number_of_conv_states")
+
+
+def _heads_of(fields: Fields, theta: float) -> int:
+    """The number of MTP heads, which `mtp` describes in published files; theta: the base of the model's rope."""
+    heads = fields.integer("mtp_num_hidden_layers", 0, low=0, high=1)
+    fields.expect("mtp_use_dedicated_embeddings", False)
+    described = fields.take("mtp", None)
+    inner = Fields({} if described is None else described, f"{fields.where}, mtp")
+    for name, value in (("num_hidden_layers", heads), ("hybrid", True), ("rope_theta", theta)):
+        inner.expect(name, value)
+    inner.expect("layer_types", ["full_attention"])
+    inner.expect("mtp_use_hidden_state_from_layer", None)
+    inner.finish()
+    return heads
 
 
 def kinds(config: Config) -> tuple[str, ...]:
@@ -179,7 +200,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]; norms are initialized to 0, since 1 is added to them."""
-    D, std, last = config.hidden_size, config.initializer_range, config.num_hidden_layers - 1
+    D, std = config.hidden_size, config.initializer_range
     fold = _stream_leaves(config)
     width = config.residual_streams * D
     connection = fold | {"inject": weight((config.residual_streams, width), ("one", "streams"), std)}
@@ -189,7 +210,7 @@ def spec(config: Config) -> Tree:
 
     tables = itertools.count()
 
-    def layer(index: int, kind: LayerKind) -> Tree:
+    def layer(kind: LayerKind, *, folds: bool = False) -> Tree:
         full: Tree = gated_attention.leaves(config) | {"indexer": _indexer_leaves(config)}
         return {
             **({"ngrams": ngrams.leaves(config, next(tables))} if ngrams.has_table(kind.name) else {}),
@@ -197,11 +218,29 @@ def spec(config: Config) -> Tree:
             "attention": delta.gated_delta_leaves(config) if kind.ordered else full,
             "mlp_hyper": connection,
             "mlp": mlp,
-            **({"fold": fold} if index == last else {}),
+            **({"fold": fold} if folds else {}),
         }
 
-    leaves = decoder_leaves(config, [layer(i, kind) for i, kind in enumerate(parsed(config.layer_kinds))])
+    *inner, last = parsed(config.layer_kinds)
+    leaves = decoder_leaves(config, [*map(layer, inner), layer(last, folds=True)])
+    (of_head,) = parsed(mtp_kinds(config))
+    norms = {"enorm": norm(D, "embed", 0.0), "hnorm": norm(width, "streams", 0.0)}
+    leaves |= mtp.stream_heads(config, layer(of_head, folds=True), norms)
     return {name: leaf for name, leaf in leaves.items() if name != "norm"}
+
+
+stream_norm = rms_norm_zero_centered
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head."""
+    return ("indexed_moe",)
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of an MTP head that the config does not count, or that no result of it reads."""
+    unread = r"hyper_connection_mixer\.block_inject_weight" if config.num_nextn_predict_layers else ""
+    return (rf"mtp\.{unread}.*",)
 
 
 def _stream_leaves(config: Config) -> dict[str, Leaf]:
@@ -228,7 +267,7 @@ def _indexer_leaves(config: Config) -> dict[str, Leaf]:
 
 def hf_names(config: Config) -> dict[str, Stored]:
     """{path of a parameter: its name on disk}, with one tensor per expert; slices of fused projections."""
-    flat = flatten(spec(config))
+    flat = {path: leaf for path, leaf in flatten(spec(config)).items() if not path.startswith("mtp.")}
     names: dict[str, Stored] = {}
     for path in flat:
         where, _, last = path.rpartition(".")
@@ -253,7 +292,14 @@ def hf_names(config: Config) -> dict[str, Stored]:
         names |= {f"{at}.indexer.{n}_scale": f"{there}.self_attn.indexer.{n}_layernorm.weight" for n in "qk"}
     if config.model_type == "qwen4_exp":
         names = {path: renamed(name, r"^model\.", "model.language_model.") for path, name in names.items()}
-    return names
+    if not config.num_nextn_predict_layers:
+        return names
+    block = replace(mtp.blocks(config)[0], model_type="qwen4_exp_text")
+    return names | mtp.names_apart(hf_names(block), 1, around=_AROUND_HEAD)
+
+
+_AROUND_HEAD = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+_AROUND_HEAD |= {"e_proj": "fc_embedding", "h_proj": "fc_hidden"}
 
 
 def attention_masks(config: Config, positions: Tensor, segment_ids: Tensor, **options: Any) -> dict[str, Any]:

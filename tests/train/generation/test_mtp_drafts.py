@@ -74,7 +74,9 @@ def head_predictions(params: Any, config: Any, tokens: list[int]) -> list[int]:
     row = torch.tensor([tokens])
     prepared = fnmodels.prepare(config, row)
     with torch.no_grad():
-        x: Tensor = fnmodels.hidden(params, *prepared, config=config)
+        taps = mtp.source_taps(config)
+        found: Any = fnmodels.hidden(params, *prepared, config=config, taps=taps)
+        x: Tensor = mtp.read(*(found if taps else (found, {})), config)
         after = mtp.ahead(row, torch.ones_like(row), 1, fill=-1)
         (state, *_) = mtp.hidden({**params, "mtp": params["mtp"][:1]}, x, after, *prepared[1:], config=config)
         logits = fnmodels.family_of(config).unembed(mtp.view(params, 0), state, config=config)
