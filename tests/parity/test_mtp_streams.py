@@ -29,6 +29,12 @@ from tests.support.oracle import assert_close
 LENGTH = 20
 FAMILIES = {case.family for case in mtp_cases() if traits_of(fnmodels.family_of(case.config)).mtp_reads == "streams"}
 CASES = [case for case in cases() if case.family in FAMILIES and "wrapped" not in case.name]
+# A model without a layer like the block of its head, as DeepSeek V4 Pro.
+NO_SLIDING = dataclasses.replace(
+    next(case.config for case in CASES if case.name == "deepseek_v4"),
+    layer_kinds=("compressed_hash_moe", "indexed_moe", "compressed_moe", "indexed_moe"),
+)
+CASES += [Case("deepseek_v4", "deepseek_v4_no_sliding", None, NO_SLIDING)]
 # {family: (what is added to the weight of a norm, whether one norm is over all rows of the streams)}
 NORMS = {"deepseek_v4": (0.0, False), "qwen4_exp": (1.0, True)}
 

@@ -24,7 +24,12 @@ SEPARATE = {
 # fp32 as in DeepSeek's own code; transformers 5.24 has the model's dtype.
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
 
-TOTALS: dict[str, int | str] = {"deepseek-v4-flash": 284_334_567_511}
+# Of the MTP head of Flash, from the shapes: attention, experts, norms, hyper-connections with the fold, projections.
+_HEAD = 1024 * 4096 + 1024 + 64 * 512 * 1024 + 512 * 4096 + 512 + 64 + 8 * 1024 * 4096 + 4096 * 8 * 1024
+_HEAD += 257 * 3 * 4096 * 2048 + 256 * 4096 + 256 + 5 * 4096 + 2 * (24 * 4 * 4096 + 24 + 3) + 4 * 4 * 4096 + 4 + 1
+_HEAD += 2 * 4096 * 4096
+
+TOTALS: dict[str, int | str] = {"deepseek-v4-flash": 284_334_567_511 + _HEAD}
 
 # 16 index heads: a score is 0 where no head looks, and ties at the edge of the choice have no order in the reference.
 TINY: dict[str, Any] = {
@@ -140,8 +145,8 @@ def published() -> dict[str, dict[str, Any]]:
 
 
 def sizes() -> dict[str, int]:
-    """{name: number of parameters}, tables of experts by token id included."""
-    return {"deepseek_v4_flash": 284_332_230_231 + 2_337_280}
+    """{name: number of parameters}, tables of experts by token id and the MTP head included."""
+    return {"deepseek_v4_flash": 284_332_230_231 + 2_337_280 + _HEAD}
 
 
 def as_published(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

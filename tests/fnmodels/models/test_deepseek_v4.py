@@ -12,8 +12,9 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import deepseek_v4
-from fnmodels.errors import ConfigError, MismatchError
+from fnmodels.errors import ConfigError, MismatchError, UnsupportedError
 from fnmodels.inputs import windows
+from fnmodels.models.common import mtp
 from tests.support.cases import batch_of, generic_params, off, positions_of, segments
 from tests.variants.deepseek_v4 import TINY
 
@@ -163,3 +164,19 @@ def test_experts_that_do_not_exist_are_refused(number: int, tmp_path: Path) -> N
 def test_what_no_model_has_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         deepseek_v4.Config.from_hf(TINY | changes)
+
+
+def test_mtp_heads_slide() -> None:
+    """As the published lists say with a 0 after the layers, also of a model without sliding layers of its own."""
+    ratios = {"layer_types": None, "compress_rates": None, "num_nextn_predict_layers": 1}
+    config = deepseek_v4.Config.from_hf(TINY | ratios | {"compress_ratios": [128, 4, 128, 4, 0]})
+    assert config.num_nextn_predict_layers == 1 and not any("sliding" in kind for kind in config.layer_kinds)
+    masks = deepseek_v4.attention_masks(config, torch.arange(8)[None], torch.ones(1, 8, dtype=torch.long))
+    assert masks.keys() == {*deepseek_v4.kinds(config), *mtp.kinds_of(config)}
+    with pytest.raises(UnsupportedError, match=r"'compress_ratios' has \[4\] for MTP heads"):
+        deepseek_v4.Config.from_hf(TINY | ratios | {"compress_ratios": [0, 4, 128, 4, 4]})
+    without = TINY | ratios | {"num_nextn_predict_layers": 0}
+    assert deepseek_v4.Config.from_hf(without | {"compress_ratios": [0, 4, 128, 4, 4]}).num_nextn_predict_layers == 0
+    assert replace(CONFIG, num_nextn_predict_layers=2) == deepseek_v4.Config.from_hf(
+        replace(CONFIG, num_nextn_predict_layers=2).to_hf()
+    )

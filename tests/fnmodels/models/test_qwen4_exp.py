@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import fnmodels
@@ -158,3 +159,39 @@ def test_what_is_not_read_is_refused() -> None:
             read(TINY | change)
     with pytest.raises(ValueError, match=r"positions are \[1, 4, 3\], with axes of images"):
         qwen4_exp.freqs_cis(CONFIG, torch.zeros(1, 4, 3, dtype=torch.long))
+
+
+def test_the_mtp_head_is_as_the_published_file_describes_it() -> None:
+    read = qwen4_exp.Config.from_hf
+    head = {"hybrid": True, "layer_types": ["full_attention"], "mtp_use_hidden_state_from_layer": None}
+    head |= {"num_hidden_layers": 1, "rope_theta": 50.0}
+    published = TINY | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mtp": head}
+    assert read(published) == replace(CONFIG, num_nextn_predict_layers=1) != read(TINY)
+    for change in (
+        {"mtp_use_dedicated_embeddings": True},
+        {"mtp": head | {"num_hidden_layers": 2}},
+        {"mtp": head | {"rope_theta": 60.0}},
+        {"mtp": head | {"layer_types": ["linear_attention"]}},
+        {"mtp": head | {"mtp_use_hidden_state_from_layer": 1}},
+        {"mtp": head | {"hybrid": False}},
+    ):
+        with pytest.raises(UnsupportedError, match=next(reversed(change))):
+            read(published | change)
+    with pytest.raises(ConfigError, match="has none that attends like it"):
+        read(published | {"layer_types": ["linear_attention"] * 2})
+
+
+def test_a_mixer_that_writes_nothing_is_left_out(tmp_path: Path) -> None:
+    """The last mixture of a head has no sublayer after it, for whose result files may have a weight."""
+    config = replace(CONFIG, num_nextn_predict_layers=1)
+    params = generic_params(config)
+    P.save_pretrained(tmp_path, config, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["mtp.hyper_connection_mixer.block_inject_weight.weight"] = torch.zeros(3, 96)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert off(P.load_pretrained(tmp_path)[1], params) == 0
+    tensors["mtp.other.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(P.MismatchError, match=r"mtp\.other"):
+        P.load_pretrained(tmp_path)
+    assert "mtp" not in P.load_pretrained(tmp_path, drop=("mtp",))[1]

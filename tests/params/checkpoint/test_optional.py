@@ -150,6 +150,20 @@ NAMES: dict[str, tuple[str, ...]] = {
         "mtp.layers.1.mixer.shared_experts.down_proj",
     ),
 }
+NAMES["deepseek_v4"] = (
+    *(f"mtp.0.{one}" for one in ("enorm", "hnorm", "e_proj", "h_proj", "norm", "attn_norm", "ffn_norm", "attn.wq_a")),
+    *(f"mtp.0.hc_{part}_{leaf}" for part in ("head", "attn", "ffn") for leaf in ("fn", "base", "scale")),
+    *(f"mtp.0.{one}" for one in ("attn.attn_sink", "attn.wo_b", "ffn.gate", "ffn.gate.bias", "ffn.experts.0.w1")),
+    "mtp.0.ffn.shared_experts.w3",
+)
+QWEN4 = (
+    *(f"mtp.{one}" for one in ("fc_embedding", "fc_hidden", "pre_fc_norm_embedding", "pre_fc_norm_hidden")),
+    *(f"mtp.hyper_connection_mixer.{one}" for one in ("hc_norm", "input_mix_weight_down", "input_mix_weight_up")),
+    *(f"mtp.layers.0.{part}_hyper_connection.block_inject_weight" for part in ("attn", "mlp")),
+    *(f"mtp.layers.0.{one}" for one in ("self_attn.q_proj", "self_attn.indexer.index_qk_proj", "mlp.gate")),
+    *(f"mtp.layers.0.mlp.{one}" for one in ("experts.0.up_proj", "shared_expert.up_proj", "shared_expert_gate")),
+)
+NAMES |= dict.fromkeys(("qwen4_exp", "qwen4_exp_ngrams", "qwen4_exp_wrapped"), QWEN4)
 LING = (
     *(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "final_layernorm", "attention.query_key_value")),
     *(f"LAST.{one}" for one in ("attention.dense", "mlp.experts.0.up_proj", "mlp.gate")),

@@ -12,6 +12,7 @@ import train
 from fnmodels import mtp
 from tests.support.cases import generic_params, richest
 from tests.support.mtp import mtp_cases, with_heads
+from train.generation import speculative
 from train.generation.speculative import speculate
 
 V = 7  # few tokens, so that a head with random weights is often right
@@ -68,6 +69,36 @@ def test_drafts_are_those_of_the_head_without_a_cache(case: Any) -> None:
             hit = (predicted[place] if place >= 0 else 0) == tokens[at]  # equal logits: the lowest id
             drafted, hits, at = drafted + 1, hits + hit, at + 1 + hit
     assert right == hits / drafted and hits > 1
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_ngrams"])
+def test_a_second_draft_goes_on_from_the_streams_of_the_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which stand, without a cache, behind those of the model; from its folded state the head would draft another."""
+    params, config = model(next(case for case in mtp_cases() if case.name == name))
+    params, prompt, drafted = {**params, "mtp": params["mtp"][:1]}, PROMPTS[0], []
+    checked = speculative._checked
+
+    def watched(logits: Tensor, tokens: Tensor, *rest: Any) -> Any:
+        drafted.append(tokens[0].tolist())
+        return checked(logits, tokens, *rest)
+
+    monkeypatch.setattr(speculative, "_checked", watched)
+    speculate(params, config, None, None, [prompt], ahead=2, max_new=3, sampling=GREEDY)
+    row, how = torch.tensor([prompt]), {"config": config}
+    with torch.no_grad():
+        x, tapped = fnmodels.hidden(params, *fnmodels.prepare(config, row[:, :-1]), taps=mtp.source_taps(config), **how)
+        source, next_tokens, found = mtp.read(x, tapped, config), row[:, 1:], []
+        for _ in range(2):
+            same = torch.ones_like(next_tokens)  # what the head reads of positions is their number
+            _, masks, freqs = fnmodels.prepare(config, same)
+            (state,), tapped = mtp.hidden(
+                params, source, next_tokens[..., None], masks, freqs, taps=("streams",), **how
+            )
+            logits = fnmodels.family_of(config).unembed(mtp.view(params, 0), state, config=config)
+            found.append(int(logits[0, -1].argmax()))
+            source = torch.cat((source, tapped["mtp.0.streams"][:, -1:]), 1)
+            next_tokens = torch.cat((next_tokens, torch.tensor([found[-1:]])), 1)
+    assert drafted[0] == [prompt[-1], *found]
 
 
 def head_predictions(params: Any, config: Any, tokens: list[int]) -> list[int]:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from fnmodels import tree
-from tests.support.one_process import HEADS, errors_of, spec_of, worst
+from fnmodels import mtp, tree
+from tests.support.one_process import HEADS, config_of, errors_of, spec_of, worst
 from tests.support.ranks_pool import Ranks
 from train.parallel import Mesh
 
@@ -16,17 +16,23 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cp": ("cp=2", {}, {}),
     "pp": ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
 }
+SPLIT = ("pp=2", {"schedule": "InterleavedZeroBubble", "virtual": 2}, {"accumulate": 2})  # of four layers
 
 
-# shards and pieces of rows know no family: each third one has them; Step 3.5, with output heads of its own, the second
+# Shards and pieces of rows know no family: each third one has them; Step 3.5, with output heads of its own, the second.
+# Heads that read streams have all of them, of two models.
 THIRD = {"fsdp": 0, "sequence": 1, "cp": 2}
+STREAMS = ["mtp_deepseek_v4", "mtp_qwen4_exp_ngrams"]
+OTHERS = [name for name in HEADS if not mtp.source_taps(config_of(name))]
+CASES = [(name, way) for i, name in enumerate(OTHERS) for way in WAYS if way not in THIRD or i % 3 == THIRD[way]]
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [(n, w) for i, n in enumerate(HEADS) for w in WAYS if w not in THIRD or i % 3 == THIRD[w]]
-)
+CASES += [*((name, way) for name in STREAMS for way in WAYS), (STREAMS[0], "split")]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_step_is_that_of_one_process(ranks: Ranks, way: str, name: str) -> None:
-    mesh, strategy, options = WAYS[way]
+    mesh, strategy, options = WAYS.get(way, SPLIT)
     found = ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options)
     heads = {f"{path} after a step" for path in tree.flatten(spec_of(name)) if path.startswith("mtp.")}
     assert heads <= {what for errors in found for what in errors}
