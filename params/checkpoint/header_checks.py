@@ -74,6 +74,7 @@ def check_folder(
     smaller, dropped = tensor_map.drop_optional(config, drop, located, prefix)
     if prefix or smaller != config:
         config, parameters = smaller, tensor_map.stored_leaves(smaller, prefix)
+    parameters = tensor_map.with_stacked_experts(parameters, located)
     located = {name: value for name, value in located.items() if name not in dropped}
     tied = tensor_map.tied_names(config, prefix)
     expected = tensor_map.by_name(parameters)

@@ -8,9 +8,9 @@ from fnmodels import tree
 from fnmodels.models.common.family import field_of, function_of, traits_of
 from fnmodels.models.common.registry import family_of, hf_names
 from fnmodels.models.common.spec import Leaf
-from fnmodels.models.common.storage import Stack, Stored, TensorSlice, disk_name, disk_names, fuse, renamed
+from fnmodels.models.common.storage import Stored, TensorSlice, disk_names, fuse, renamed
 
-_EXPERT = re.compile(r"(.*\.experts)\.0\..*")
+from .tensor_map import stacked
 
 
 def module_names(config: Any) -> dict[str, Stored]:
@@ -28,7 +28,7 @@ def module_names(config: Any) -> dict[str, Stored]:
         if path in forms:
             stored_names[path] = forms[path]
             continue
-        stored_names[path] = _stacked(path, stored, leaves)
+        stored_names[path] = stacked(path, stored, leaves)
         for pattern, replacement in patterns.items():
             stored_names[path] = renamed(stored_names[path], pattern, replacement)
         if turned and isinstance(stored_slice := stored_names[path], TensorSlice) and stored_slice.batched:
@@ -51,22 +51,3 @@ def _joined_convolutions(names: dict[str, Stored], leaves: dict[str, Leaf]) -> d
             rows = {each: leaves[each].shape[0] for each in paths}
             found |= fuse(stored.replace(".q_conv1d.", ".conv1d."), rows)
     return found
-
-
-def _stacked(path: str, stored: Stored, leaves: dict[str, Leaf]) -> Stored:
-    """The tensor of all experts for one that files hold expert by expert, or with gate and up apart (Step 3.5)."""
-    if isinstance(stored, Stack) and stored.rows:  # one tensor, whose name the family's `in_memory` makes of a part's
-        return stored.tensors[0]
-    where, _, leaf = path.rpartition(".")
-    match = _EXPERT.fullmatch(disk_name(stored.tensors[0])) if isinstance(stored, Stack) else None
-    if match is not None:
-        experts = match[1]
-    elif isinstance(stored, str) and where.endswith(".experts") and stored.endswith(f".{leaf}.weight"):
-        experts = stored.removesuffix(f".{leaf}.weight") + ".experts"
-    else:
-        return stored
-    if leaf == "down_proj" or f"{where}.gate_proj" not in leaves:
-        return f"{experts}.{leaf}"
-    inner = leaves[path].shape[1]
-    start = inner if leaf == "up_proj" else 0
-    return TensorSlice(f"{experts}.gate_up_proj", start, start + inner, 2 * inner, batched=True)

@@ -62,6 +62,46 @@ def stored_leaves(
     return tuple(StoredLeaf(path, leaf, _strip_prefix(names[path], prefix)) for path, leaf in leaves.items())
 
 
+def with_stacked_experts(parameters: Iterable[StoredLeaf], on_disk: Container[str]) -> tuple[StoredLeaf, ...]:
+    """The parameters, those of experts in the form in memory where files have that and not a tensor of each expert.
+
+    Published files of Qwen 3.5 and later have it, and transformers reads both; quantized ones have a tensor of each.
+    """
+    parameters = tuple(parameters)
+    leaves = {parameter.path: parameter.leaf for parameter in parameters}
+
+    def found(parameter: StoredLeaf) -> StoredLeaf:
+        stored = parameter.stored
+        if not isinstance(stored, Stack) or stored.rows or any(name in on_disk for name in disk_names(stored)):
+            return parameter
+        whole = stacked(parameter.path, stored, leaves)
+        return replace(parameter, stored=whole) if disk_names(whole)[0] in on_disk else parameter
+
+    return tuple(map(found, parameters))
+
+
+def stacked(path: str, stored: Stored, leaves: Mapping[str, Leaf]) -> Stored:
+    """The tensor of all experts for one that files hold expert by expert, or with gate and up apart (Step 3.5)."""
+    if isinstance(stored, Stack) and stored.rows:  # one tensor, whose name the family's `in_memory` makes of a part's
+        return stored.tensors[0]
+    where, _, leaf = path.rpartition(".")
+    match = _EXPERT.fullmatch(disk_name(stored.tensors[0])) if isinstance(stored, Stack) else None
+    if match is not None:
+        experts = match[1]
+    elif isinstance(stored, str) and where.endswith(".experts") and stored.endswith(f".{leaf}.weight"):
+        experts = stored.removesuffix(f".{leaf}.weight") + ".experts"
+    else:
+        return stored
+    if leaf == "down_proj" or f"{where}.gate_proj" not in leaves:
+        return f"{experts}.{leaf}"
+    inner = leaves[path].shape[1]
+    start = inner if leaf == "up_proj" else 0
+    return TensorSlice(f"{experts}.gate_up_proj", start, start + inner, 2 * inner, batched=True)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.0\..*")
+
+
 def pieces(parameter: StoredLeaf) -> list[Piece]:
     """One piece for each tensor on disk that holds some of the parameter."""
     path, leaf, stored = parameter.path, parameter.leaf, parameter.stored
@@ -219,7 +259,8 @@ def drop_optional(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, known)) or 'nothing'}."
         )
-    parameters = stored_leaves(config, prefix) if optional else ()  # computed only if needed: it dominates the time
+    # computed only if needed: it dominates the time
+    parameters = with_stacked_experts(stored_leaves(config, prefix), found) if optional else ()
     dropped: set[str] = set()
     for part, count in optional.items():
         names = {
