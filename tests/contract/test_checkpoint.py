@@ -13,9 +13,9 @@ import fnmodels
 import params as P
 from fnmodels import tree
 from fnmodels.models.common import storage
-from tests.support.cases import Case, generic_params, representatives, structures
+from tests.support.cases import Case, generic_params, namings, representatives
 
-every_structure = pytest.mark.parametrize("case", structures(), ids=str)
+every_naming = pytest.mark.parametrize("case", namings(), ids=str)
 every_part = pytest.mark.parametrize("case", representatives(), ids=str)
 
 
@@ -24,7 +24,7 @@ def saved(case: Case, folder: Path, **options: Any) -> Path:
     return folder
 
 
-@every_structure
+@every_naming
 def test_round_trip(case: Case, tmp_path: Path) -> None:
     """L5: config and the bits of every tensor come back.
 

@@ -1,6 +1,7 @@
 """With images anywhere cached equals uncached, for every vision-language family."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,22 @@ from fnmodels.models.common.family import parsed
 from fnmodels.ops.slots import SLOTTED
 from tests.contract import test_compiled_step
 from tests.support.cases import off
-from tests.support.image_texts import ImageBatch, ImageCase, image_batch, image_cases, image_params, types_of
+from tests.support.image_texts import (
+    ImageBatch,
+    ImageCase,
+    image_batch,
+    image_cases,
+    image_forms,
+    image_params,
+    types_of,
+)
 from tests.support.recorded import graphs_on_the_cpu
 
 graphs = test_compiled_step.graphs
 CASES = image_cases()
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
+# A cache gets nothing else of a model than its form has.
+every_form = pytest.mark.parametrize("case", image_forms(), ids=str)
 several_axes = pytest.mark.parametrize(
     "case", [case for case in CASES if hasattr(case.family, "image_positions")], ids=str
 )
@@ -103,10 +114,18 @@ def far(batch: ImageBatch, got: Tensor, wanted: Tensor, ends: Sequence[int] = EN
     return off(got[valid], wanted[valid])
 
 
-@every_case
-@pytest.mark.parametrize("rings", [True, False])
-@pytest.mark.parametrize("borders", [(), CUTS], ids=["whole", "chunks"])
-def test_cached_equals_uncached(case: ImageCase, rings: bool, borders: Any) -> None:
+WAYS = tuple(itertools.product(((), CUTS), (True, False)))  # all of them on each form, one in turn on the others
+
+
+@pytest.mark.parametrize(
+    ("case", "borders", "rings"),
+    [
+        pytest.param(case, borders, rings, id=f"{case}-{'chunks' if borders else 'whole'}-{rings}")
+        for number, case in enumerate(CASES)
+        for borders, rings in (WAYS if case in image_forms() else WAYS[number % len(WAYS) :][:1])
+    ],
+)
+def test_cached_equals_uncached(case: ImageCase, borders: Any, rings: bool) -> None:
     """Prompts with images at the start, at the end, adjacent and none, at once and in chunks; then text."""
     batch, params = image_batch(case, PROMPTS), image_params(case)
     wanted = batch.forward(params)
@@ -117,7 +136,7 @@ def test_cached_equals_uncached(case: ImageCase, rings: bool, borders: Any) -> N
     assert off(later, answers(wanted)) < 1e-12
 
 
-@every_case
+@every_form
 def test_in_place_with_the_usual_kernels(case: ImageCase) -> None:
     """fp32; slots that are not written hold NaN."""
     batch, params = image_batch(case, PROMPTS, dtype=torch.float32), image_params(case, torch.float32)
@@ -207,7 +226,7 @@ def test_videos_in_chunks(case: ImageCase) -> None:
     ]
 
 
-@every_case
+@every_form
 def test_an_image_in_a_later_turn(case: ImageCase) -> None:
     """Prompt, answer token by token, and a second prompt with an image, while other rows are padding or text."""
     batch, params = image_batch(case, (((2, 2), 3, (1, 4), 3), (5, (3, 2), 2), (9,))), image_params(case)
@@ -218,7 +237,7 @@ def test_an_image_in_a_later_turn(case: ImageCase) -> None:
         assert far(batch, got, wanted, borders[-1]) < 1e-12
 
 
-@every_case
+@every_form
 def test_padding_on_the_left(case: ImageCase) -> None:
     batch, params = image_batch(case, PROMPTS, left=(0, 2, 5, 3)), image_params(case)
     plain = image_batch(case, PROMPTS)
@@ -230,7 +249,7 @@ def test_padding_on_the_left(case: ImageCase) -> None:
     assert far(batch, cached, got, stop) < 1e-12
 
 
-@every_case
+@every_form
 def test_rows_of_caches(case: ImageCase) -> None:
     """take, insert, truncate and resize of rows with images and of text are those of rows made anew."""
     batch, params = image_batch(case, PROMPTS), image_params(case)
@@ -251,7 +270,7 @@ def test_rows_of_caches(case: ImageCase) -> None:
         check(fnmodels.truncate(then_text(params, batch, cache)[1], ENDS))
 
 
-@every_case
+@every_form
 def test_int8_caches(case: ImageCase) -> None:
     """They read the same numbers however a prompt is divided."""
     batch, params = image_batch(case, PROMPTS), image_params(case)
@@ -265,7 +284,7 @@ def test_int8_caches(case: ImageCase) -> None:
     assert 1e-4 < float(error) < 0.3
 
 
-@every_case
+@every_form
 def test_documents_in_one_row(case: ImageCase) -> None:
     """Three of them, which all go on in a second call."""
     batch, params = image_batch(case, ((3, (2, 2), 2, (1, 3), 2, 4, (2, 2), 1),)), image_params(case)
@@ -368,7 +387,7 @@ def test_masks_of_images_are_masks_of_a_step(case: ImageCase) -> None:
         fnmodels.decode(params["text"], inputs, masks, freqs, cache, config=text)
 
 
-@every_case
+@every_form
 def test_invariant_kernels_give_the_bits_of_one_pass(case: ImageCase) -> None:
     batch, params = image_batch(case, PROMPTS, dtype=torch.float32), image_params(case, torch.float32)
     wanted, inside = batch.forward(params, kernel="invariant"), torch.arange(21) < torch.tensor(ENDS)[:, None]
@@ -377,7 +396,7 @@ def test_invariant_kernels_give_the_bits_of_one_pass(case: ImageCase) -> None:
     assert torch.equal(then_text(params, batch, cache, kernel="invariant")[0], answers(wanted))
 
 
-@every_case
+@every_form
 def test_rows_under_vmap(case: ImageCase) -> None:
     batch, params = image_batch(case, PROMPTS), image_params(case)
     _, cache = stepped(params, batch, empty(batch), (ENDS,))

@@ -9,7 +9,7 @@ import torch
 import fnmodels
 import train
 from fnmodels.cache.rows import is_recurrent
-from tests.support.cases import Case, attention_of, causal, generic_params, richest, structures
+from tests.support.cases import Case, attention_of, causal, generic_params, layer_structures, richest
 
 PROMPTS = [[3, 5, 2], [1], [4, 4, 5, 1, 2, 2, 6]]
 
@@ -31,7 +31,8 @@ def _form(case: Case) -> str:
 
 
 CASES = [case for case in richest(_form) if causal(case)]
-STATES = [case for case in structures() if causal(case) and is_recurrent(_cache_of(case.config)) and case not in CASES]
+_CAUSAL = [case for case in layer_structures() if causal(case)]
+STATES = [case for case in _CAUSAL if is_recurrent(_cache_of(case.config)) and case.name not in map(str, CASES)]
 
 
 def _disturbed(params: Any, scale: float) -> Any:

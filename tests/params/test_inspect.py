@@ -14,7 +14,7 @@ import params as P
 from fnmodels import llama
 from params.inspect import main
 from tests.params.checkpoint.damage import BASES, Damage, corpus, make_bases
-from tests.support.cases import Case, generic_params, structures
+from tests.support.cases import Case, generic_params, namings
 
 FILE = "model.safetensors"
 
@@ -47,8 +47,8 @@ def test_the_code_says_whether_it_loads(
         assert all(words.split(": ")[-1] in out + error for words in damage.words if words != "symbolic link"), out
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
-def test_every_family(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("case", namings(), ids=str)
+def test_every_naming(case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     P.save_pretrained(tmp_path, case.config, generic_params(case.config), max_shard_size=20_000)
     assert main([str(tmp_path), "--verify"]) == 0
     out = capsys.readouterr().out

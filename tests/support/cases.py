@@ -56,7 +56,7 @@ from fnmodels.models.common.family import LayerKind, field_of, own_choices, pars
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
 from tests.support.entered import entered
-from tests.support.naming import fewest, pairs_of
+from tests.support.naming import covering_names, fewest, pairs_of
 from tests.support.shared_trees import SharedTrees
 
 PARTS = Path(__file__).parent / "parts.txt"  # the variants of `parts`, a name per line
@@ -222,6 +222,12 @@ def structures() -> tuple[Case, ...]:
         families.setdefault((case.family, causal(case)), {})[case] = {*kinds, *names, *stored}
     found = {case for parts in families.values() for case in fewest(parts)}
     return tuple(case for case in cases() if case in found)
+
+
+@functools.cache
+def namings() -> tuple[Case, ...]:
+    """Those of `structures` that have between them each pair of a path and its stored name, for tests of files."""
+    return tuple(covering_names(structures(), lambda case: fnmodels.family_of(case.config).hf_names(case.config)))
 
 
 def structure(case: Case) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels.models import vision_language
+from fnmodels.models.common.family import parsed
 from params.checkpoint.module_names import module_names
 from tests.support.cases import generic_params
 from tests.support.naming import fewest, pairs_of
@@ -69,6 +70,20 @@ def image_cases(*, every: bool = False) -> tuple[ImageCase, ...]:
             shown = label if label.startswith(name) else f"{name}_{label}"
             found.append(ImageCase(shown, family, config, tests, label))
     return tuple(found)
+
+
+def form(case: ImageCase) -> tuple[Any, ...]:
+    """What caches and generation get from a model: positions of several axes, masks of images and of prompts, features
+    of several layers, and which kinds of entries the cache of its text has."""
+    parts = (hasattr(case.family, name) for name in ("image_positions", "image_masks", "prompt_masks", "deepstack"))
+    kinds = parsed(fnmodels.family_of(case.config.text).kinds(case.config.text))
+    return (*parts, frozenset((kind.slides, kind.ordered, kind.indexed, kind.compresses) for kind in kinds))
+
+
+@functools.cache
+def image_forms() -> tuple[ImageCase, ...]:
+    """One of `image_cases` of each form."""
+    return tuple({form(case): case for case in reversed(image_cases())}.values())
 
 
 def image_cases_of_all_names() -> list[ImageCase]:

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 import fnmodels
 import params as P
 from fnmodels import tree
-from tests.support.cases import Case, cases, generic_params, structures
+from tests.support.cases import Case, cases, generic_params, namings
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("case", namings(), ids=str)
 def test_export_is_the_inverse_of_loading(case: Case, tmp_path: Path) -> None:
     """R5: files to parameters and back for every family and on-disk layout, mapped and copied."""
     P.save_pretrained(tmp_path, case.config, generic_params(case.config))
@@ -51,7 +51,7 @@ def test_tensors_in_memory_are_checked_as_files_are() -> None:
         P.from_tensors(tied, named.items())
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("case", namings(), ids=str)
 def test_nothing_is_copied_that_lies_as_it_is_on_disk(case: Case) -> None:
     """Other tensors are made one at a time, and not kept after they are yielded."""
     weights = tree.map(lambda leaf: leaf.clone().requires_grad_(leaf.is_floating_point()), generic_params(case.config))

@@ -19,9 +19,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import llama, tree
-from fnmodels.models.common.registry import hf_names
-from tests.support.cases import Case, family_modules, generic_params, structures, tokens_of, variants_of
-from tests.support.naming import covering_names
+from tests.support.cases import Case, family_modules, generic_params, namings, structures, tokens_of, variants_of
 
 SMALL = llama.Config(
     vocab_size=40,
@@ -34,7 +32,7 @@ SMALL = llama.Config(
 NAME = "model.layers.1.mlp.up_proj.weight"
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-NAMINGS = covering_names(structures(), lambda case: hf_names(case.config))
+NAMINGS = namings()
 
 
 @pytest.fixture
@@ -191,7 +189,7 @@ def test_nothing_is_left_unfilled(
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[2])
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("case", NAMINGS, ids=str)
 def test_saving_and_loading_gives_the_same_back(case: Case, tmp_path: Path) -> None:
     params = generic_params(case.config)
     P.save_pretrained(tmp_path, case.config, params, max_shard_size=20_000)

@@ -19,7 +19,7 @@ from fnmodels.models.common.storage import TensorSlice, covers, disk_names, extr
 from params.checkpoint import save, transaction
 from params.checkpoint.manifest import MANIFEST
 from params.checkpoint.tensor_map import by_name, stored_leaves
-from tests.support.cases import Case, cases, generic_params, structures
+from tests.support.cases import Case, generic_params, namings, structures
 from tests.support.oracle import model_of
 from tests.support.oracle import save as save_theirs
 
@@ -31,7 +31,7 @@ SMALL = llama.Config(
     num_attention_heads=2,
     num_key_value_heads=1,
 )
-with_reference = pytest.mark.parametrize("case", [case for case in structures() if case.values is not None], ids=str)
+with_reference = pytest.mark.parametrize("case", [case for case in namings() if case.values is not None], ids=str)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -73,7 +73,7 @@ def test_there_and_back(case: Case, tmp_path: Path) -> None:
     assert values[0]["architectures"] == (values[1]["architectures"] if own else [type(model).__name__])
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+@pytest.mark.parametrize("case", structures(), ids=str)
 def test_the_config_survives(case: Case, tmp_path: Path) -> None:
     """Including the fields kept for saving only; from the second save on, the bytes are equal."""
     P.save_pretrained(tmp_path / "one", case.config, generic_params(case.config))
@@ -205,7 +205,7 @@ def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         P.load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("case", structures(), ids=str)
+@pytest.mark.parametrize("case", namings(), ids=str)
 def test_parts_fill_their_tensors(case: Case) -> None:
     """Joined tensors are written completely, without uninitialized rows, and their slices agree on the shape."""
     for name, parts in by_name(stored_leaves(case.config)).items():

@@ -7,12 +7,12 @@ import torch
 
 import fnmodels
 import train
-from tests.support.cases import Case, causal, generic_params, richest
+from tests.support.cases import Case, causal, generic_params, layer_structures
 from train.generation.batching import BatchSettings, ContinuousBatch
 from train.generation.checks import check_request
 from train.generation.requests import Event, Request
 
-CASES = [case for case in richest() if causal(case)]
+CASES = [case for case in layer_structures() if causal(case)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
