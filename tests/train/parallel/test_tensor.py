@@ -21,7 +21,6 @@ from params import Rules, plan
 from params.axes import SHIFTED
 from tests.support.cases import (
     Case,
-    block_of,
     cases,
     causal,
     generic_params,
@@ -195,17 +194,17 @@ def test_recurrent_layers_are_shared() -> None:
 
 
 def few_types() -> list[Case]:
-    """Of each block, few model types with all kinds of layers and all weights, by path and axes, of its types.
+    """Of each family, few model types with all kinds of layers and all weights, by path and axes, of its types.
 
     And those of one layer, which has no stages: tests of pipelines have the others.
     """
-    blocks: dict[Any, dict[Case, set[str]]] = {}
+    families: dict[Any, dict[Case, set[str]]] = {}
     for case in TYPES:
         family, config = fnmodels.family_of(case.config), variant(case.name)
         leaves = tree.flatten(family.spec(config)).items()
         parts = {f"{path_in_layer(path) or path} {leaf.axes}" for path, leaf in leaves} | {*family.kinds(config)}
-        blocks.setdefault((block_of(case), causal(case)), {})[case] = parts
-    few = {case for parts in blocks.values() for case in fewest(parts)}
+        families.setdefault((case.family, causal(case)), {})[case] = parts
+    few = {case for parts in families.values() for case in fewest(parts)}
     return [case for case in TYPES if case in few or case.config.num_hidden_layers == 1]
 
 
