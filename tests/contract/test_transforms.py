@@ -62,7 +62,8 @@ from tests.support.cases import (
 
 # What transforms, wrappers and taps do to a block follows from the operations in it.
 every_part = pytest.mark.parametrize("case", parts(), ids=str)
-every_part_and_kernel = with_kernels(parts(), in_turn=True)
+every_structure = pytest.mark.parametrize("case", layer_structures(), ids=str)
+every_structure_and_kernel = with_kernels(layer_structures(), in_turn=True)
 every_representative = pytest.mark.parametrize("case", representatives(), ids=str)
 # Each way to compose derivatives runs on every third one, and all of them on the first, in which bugs are planted.
 first_representatives, second_representatives, third_representatives = (
@@ -378,7 +379,7 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
         fnmodels.run_layers(weights, x, masks, freqs_cis, 0, layers + 1, **options)
 
 
-@every_part_and_kernel
+@every_structure_and_kernel
 def test_taps_are_outputs(case: Case, kernel: str) -> None:
     """Taps change no bit of the logits, are named in the result, and carry gradients."""
     batch, weights, family = batch_of(case.config, MIXED), generic_params(case.config), fnmodels.family_of(case.config)
@@ -417,7 +418,7 @@ def test_a_tap_that_no_layer_has_is_unknown(wrong: str, case: Case) -> None:
         batch_of(case.config, MIXED).forward(generic_params(case.config), taps=(wrong,))
 
 
-@every_part_and_kernel
+@every_structure_and_kernel
 def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
     """layer_fn is called once per kind, and rematerialization (F3) changes no bit of loss or gradient."""
     batch, weights = batch_of(case.config, MIXED), trainable(generic_params(case.config))
@@ -434,7 +435,7 @@ def test_layer_fn_wraps_each_kind_once(case: Case, kernel: str) -> None:
     assert off(gradients(saved, weights), gradients(plain, weights)) == 0
 
 
-@every_part
+@every_structure
 def test_a_module_around_it_is_the_callers_business(case: Case) -> None:
     """functional_call over a user's own module, with our tree as its parameters."""
     batch = batch_of(case.config, MIXED)
