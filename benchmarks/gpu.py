@@ -12,8 +12,9 @@ steps    forward, backward and AdamW in bf16 of Llamas with the proportions of 2
          is reported as such.
 experts  one layer of experts, forward and backward, by each of our ways, bf16, and its products alone in float8,
          casts included.
-launch   the step of the 26M Llama by each attention kernel on 4 rows of 4,096 tokens: seconds, and for how many of
-         them the device computes; what is left are launches.
+launch   the step of the 26M Llama by each attention kernel on 4 rows of 4,096 tokens, eager, with compiled blocks and
+         as one graph (compile="step"): seconds, for how many of them the device computes, and how often the host
+         launches something.
 load     seconds and GB/s of reading a checkpoint of bf16 straight to the device, beside a plain read of the files.
 
 MFU is FLOPs of the model / seconds / peak, of which recomputation is no part; documents count by their own lengths. The
@@ -26,6 +27,7 @@ import argparse
 import functools
 import gc
 import importlib.util
+import re
 import statistics
 import tempfile
 import time
@@ -301,35 +303,38 @@ def launch(options: argparse.Namespace) -> None:
 
     def warm(kernel: Kernel, compile: str) -> tuple[Step, float]:
         step = our_step(config, fresh, batch, kernel=kernel, compile=compile)
-        step(), step()
+        step(), step(), step()  # the third is captured
         return step, timed(step, options.rounds)
 
-    ways = ("none",) if options.quick else ("none", "block")
+    ways = ("none", "step") if options.quick else ("none", "block", "step")
     forms = [(kernel, how) for kernel in KERNELS[options.device] for how in ways]
     found = {form: attempt(functools.partial(warm, *form)) for form in forms}
     print(f"\n4 packed rows of {length}: the step, and how long the device computes in it")
-    print("| kernel | compiled | a step | computing | operations |\n|---|---|---:|---:|---:|")
+    print("| kernel | compiled | a step | computing | operations | launches |\n|---|---|---:|---:|---:|---:|")
     for (kernel, how), made in found.items():  # all have been timed: a profiler can slow what runs after it
         if isinstance(made, str):
-            print(f"| {kernel} | {how} | {made} | | |", flush=True)
+            print(f"| {kernel} | {how} | {made} | | | |", flush=True)
             continue
         step, seconds = made
-        busy, count = computing(step, options.device)
-        print(f"| {kernel} | {how} | {seconds * 1e3:.2f} ms | {busy * 1e3:.2f} ms | {count} |", flush=True)
+        busy, *counts = computing(step, options.device)
+        cells = f"{seconds * 1e3:.2f} ms | {busy * 1e3:.2f} ms | {counts[0]} | {counts[1]}"
+        print(f"| {kernel} | {how} | {cells} |", flush=True)
 
 
-def computing(run: Step, device: str) -> tuple[float, int]:
-    """(seconds for which the device computes in one run, the number of its operations)."""
+def computing(run: Step, device: str) -> tuple[float, int, int]:
+    """(seconds for which the device computes in one run, the number of its operations, that of the host's launches)."""
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CUDA, kinds.CPU] if device == "cuda" else [kinds.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         run()
     rows = list(profile.key_averages())
+    launched = [row for row in rows if re.match("cu(da)?(Launch|Graph|Memcpy|Memset)", row.key)]
+    launches = sum(row.count for row in launched)
     if device == "cuda":
         # Compiled code names its regions, and each such name spans the time of its kernels once more.
         rows = [row for row in rows if str(row.device_type).endswith("CUDA") and not row.is_user_annotation]
-        return sum(row.self_device_time_total for row in rows) / 1e6, sum(row.count for row in rows)
-    return sum(row.self_cpu_time_total for row in rows) / 1e6, sum(row.count for row in rows)
+        return sum(row.self_device_time_total for row in rows) / 1e6, sum(row.count for row in rows), launches
+    return sum(row.self_cpu_time_total for row in rows) / 1e6, sum(row.count for row in rows), launches
 
 
 def load(options: argparse.Namespace) -> None:

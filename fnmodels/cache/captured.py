@@ -18,6 +18,7 @@ from fnmodels.inputs.values import Constants, without_host
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.models.common.registry import refuse_towers
 from fnmodels.ops.slots import MEMORY, SLOTTED
+from fnmodels.ops.torch_compilation import WARM_UPS, beside, capture, fill
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 
@@ -25,8 +26,6 @@ from .compiled import DecodingStep
 from .prepare import prepare_step
 from .step import logits_at, step_on
 from .value import Cache, consume, is_clean, known_clean
-
-WARM_UPS = 2  # libraries choose their kernels and take their workspaces in the first runs
 
 Inputs = dict[str, Any]  # tokens, segment_ids, length
 Compute = Callable[[Tree, Inputs, Cache], tuple[Tensor, Cache]]
@@ -159,8 +158,8 @@ class _Capture:
         return all(id(leaf) in mine for leaf in _written(cache))
 
     def replay(self, inputs: Inputs, cache: Cache) -> tuple[Tensor, Cache]:
-        _fill(self.inputs, inputs)
-        _fill((self.cache.slots, self.cache.memory), (cache.slots, cache.memory))
+        fill(self.inputs, inputs)
+        fill((self.cache.slots, self.cache.memory), (cache.slots, cache.memory))
         consume(cache)
         self.graph.replay()
         after = known_clean(replace(self.cache))
@@ -177,32 +176,22 @@ def _capture(compute: Compute, key: _Key, params: Tree, inputs: Inputs, cache: C
     layers = tuple({name: t if name in SLOTTED else t.clone() for name, t in entry.items()} for entry in cache.layers)
     held = replace(cache, layers=layers, slots=tree.map(Tensor.clone, cache.slots))
     held = replace(held, memory=tree.map(Tensor.clone, cache.memory))
-    device, constants, side, graph = own["tokens"].device, Constants(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    constants, side = Constants(), torch.cuda.Stream()
 
     def once() -> Tensor:
         with without_host(constants):
             logits, after = compute(params, own, held)
-        _fill((held.slots, held.layers), (after.slots, after.layers))
+        fill((held.slots, held.layers), (after.slots, after.layers))
         return logits
 
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
+    def warm() -> None:
         for _ in range(WARM_UPS):
             once()
-            _fill((held.slots, _states(held)), (cache.slots, _states(cache)))
-    torch.cuda.current_stream(device).wait_stream(side)
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        logits = once()
+            fill((held.slots, _states(held)), (cache.slots, _states(cache)))
+
+    beside(side, warm)
+    graph, logits = capture(once, side)
     return _Capture(key, graph, own, held, logits, constants)
-
-
-def _fill(held: Any, given: Any) -> None:
-    """Copies the tensors of a tree into those of another, where they are not the same."""
-
-    def copy(mine: Any, new: Any) -> Any:
-        return mine.copy_(new) if isinstance(mine, Tensor) and mine is not new else mine
-
-    tree.map(copy, held, given)
 
 
 def finite(cache: Cache) -> Cache:

@@ -1,4 +1,7 @@
-"""torch.compile, Inductor and AOTInductor as this package calls them, with private names where no public one exists."""
+"""torch.compile, Inductor, AOTInductor and CUDA graphs as this package calls them.
+
+Private names are used where no public one exists.
+"""
 
 import gc
 import inspect
@@ -10,9 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from fnmodels import tree
+
 from .torch_internals import PRIVATE, find
 
 T = TypeVar("T")
+Compiled = Callable[..., Sequence[Any]]  # of a graph: its tensors, in their order -> its outputs
+
+WARM_UPS = 2  # libraries choose their kernels and take their workspaces in the first runs before a capture
 
 
 def full_graph(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -70,8 +78,12 @@ def traces_gradients() -> bool:
     return hasattr(torch._dynamo.config, "trace_autograd_ops")
 
 
-def gradient_graph(function: Callable[..., T]) -> Callable[..., T]:
+def gradient_graph(
+    function: Callable[..., T], around: Callable[[Compiled], Compiled] | None = None
+) -> Callable[..., T]:
     """`full_graph` of a function that calls torch.autograd.grad, for one size of each argument.
+
+    around: makes of the compiled code what is called in its place, once guards have passed.
 
     Unlike torch.func.grad it lets the graph have custom operators, which have derivatives for autograd alone. Guards on
     the globals of these packages and of torch are left out, as in `one_graph`; those of other modules stay, because a
@@ -80,9 +92,15 @@ def gradient_graph(function: Callable[..., T]) -> Callable[..., T]:
     On a CPU the graph's kernels are called from C++: at two layers a step has 85 of them, and calling these from Python
     takes a sixth of it.
     """
-    inductor: dict[str, Any] = {"guard_filter_fn": _guards_of_callers, "size_asserts": False}
-    inductor["cpp_wrapper"] = not torch.cuda.is_available()
-    options: dict[str, Any] = {"options": inductor}
+    inductor: dict[str, Any] = {"size_asserts": False, "cpp_wrapper": not torch.cuda.is_available()}
+    filtered: dict[str, Any] = {"guard_filter_fn": _guards_of_callers}
+    options: dict[str, Any] = {"options": filtered | inductor}
+    if around is not None:
+
+        def backend(module: Any, inputs: Any) -> Compiled:
+            return around(torch._inductor.compile(module, inputs, options=inductor))
+
+        options = {"options": filtered, "backend": backend}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
     compiled = full_graph(function, dynamic=False, **options)
@@ -103,6 +121,39 @@ def _guards_of_callers(guards: Sequence[Any]) -> list[bool]:
     """For each guard, whether it is kept: not those on globals of these packages' modules and of torch."""
     fixed = re.compile(r"G\['(__import_(torch|fnmodels|params|train|einops|math|functools)(_dot_|'))|__builtins")
     return [not (guard.is_global and fixed.search(guard.name)) for guard in guards]
+
+
+def beside(stream: torch.cuda.Stream, run: Callable[[], T]) -> T:
+    """run() on this stream, between what the current stream has been given before and what it is given after."""
+    here = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        made = run()
+    here.wait_stream(stream)
+    return made
+
+
+def capture(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """(the CUDA graph of what run() launches, which has not run yet; its result, which each replay writes).
+
+    run() has run `WARM_UPS` times before, `beside` this stream. pool: the memory of a graph that is never replayed at
+    the same time; None: its own. Another thread, such as a loader's, may use the device meanwhile.
+    """
+    graph = torch.cuda.CUDAGraph()
+    # torch.cuda.graph leaves its stream the current one where the capture fails.
+    capturing = torch.cuda.graph(graph, stream=stream, pool=pool, capture_error_mode="thread_local")
+    with torch.cuda.stream(stream), capturing:
+        made = run()
+    return graph, made
+
+
+def fill(held: Any, given: Any) -> None:
+    """Copies the tensors of a tree into those of another, where they are not the same."""
+
+    def copy(mine: Any, new: Any) -> Any:
+        return mine.copy_(new) if isinstance(mine, Tensor) and mine is not new else mine
+
+    tree.map(copy, held, given)
 
 
 def trace_errors() -> tuple[type[Exception], ...]:

@@ -172,7 +172,8 @@ def test_gpu(forks: Forks) -> None:
     ours = ("fnmodels", "fnmodels sdpa, compiled blocks", "fnmodels float8, compiled blocks")
     for name in (*ours, "modules", "modules, compiled layers", "transformers sdpa"):
         assert len([line for line in out.splitlines() if line.startswith(f"| {name} | ") and "%" in line]) == 1, out
-    for part in ("\n  one product in float8 ", "\n| sdpa | none | ", "\n  fnmodels, to the device "):
+    launches = ("\n| sdpa | none | ", "\n| sdpa | step | ")
+    for part in ("\n  one product in float8 ", *launches, "\n  fnmodels, to the device "):
         assert part in out, out
 
 

@@ -35,6 +35,9 @@ class Recorded(TorchDispatchMode):
         for tensor, value in reversed(self.before):
             tensor.copy_(value)
 
+    def pool(self) -> None:
+        """Memory is not shared."""
+
     def replay(self) -> None:
         for func, args, kwargs, made in self.calls:
             again = func(*args, **kwargs)
@@ -45,18 +48,23 @@ class Recorded(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _graph(graph: Recorded, **_: Any) -> Iterator[None]:
-    with graph:
-        yield
-    graph.undo()
+    try:
+        with graph:
+            yield
+    finally:
+        graph.undo()
 
 
 class _Stream:
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
+
     def wait_stream(self, _: Any) -> None:
         """Nothing runs beside."""
 
 
 def graphs_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Replaces what `captured_step` calls of torch.cuda."""
+    """Replaces what captured steps, of decoding and of training, call of torch.cuda."""
     for name, stand_in in {
         "CUDAGraph": Recorded,
         "graph": _graph,

@@ -13,10 +13,11 @@ from typing import Any
 def without_generated_code() -> Iterator[list[Any]]:
     """Graphs run their operations, forward and backward, one by one; they are in the list in the order of tracing."""
     import torch._dynamo
+    import torch._inductor
     from torch._dynamo.backends.debugging import aot_eager
 
     graphs: list[Any] = []
-    compile = torch.compile
+    compile, inductor = torch.compile, torch._inductor.compile
 
     def backend(module: Any, inputs: Any, **options: Any) -> Any:
         graphs.append(module)
@@ -24,10 +25,11 @@ def without_generated_code() -> Iterator[list[Any]]:
 
     torch._dynamo.reset()
     torch.compile = functools.partial(compile, backend=backend)  # type: ignore[assignment]
+    torch._inductor.compile = backend
     try:
         yield graphs
     finally:
-        torch.compile = compile
+        torch.compile, torch._inductor.compile = compile, inductor
         torch._dynamo.reset()
 
 

@@ -32,6 +32,7 @@ from train.update import (
     update,
 )
 
+from .captured import CapturedGraph, Captures, is_on_cuda
 from .many import PlannedStep
 
 Layouts = tuple[Layout | None, ...]  # of each microbatch
@@ -51,9 +52,10 @@ class GraphStep:
         counts = options.balance_rate is not None
         self._loss, self._optimizer, self._options = caller(loss_fn, counts=counts), optimizer, options
         self._sums_of = gradient_sums(loss_fn, optimizer, counts=counts)
-        self._structures: dict[tuple[Any, ...], int] = {}  # of paths, shapes and dtypes
+        self._structures: dict[tuple[Any, ...], int] = {}  # of paths, shapes, dtypes and devices
         self._graphs: dict[Any, Graph] = {}
         self._checked: dict[Any, Graph] = {}
+        self._captures: dict[torch.device, Captures] = {}
         self._last: tuple[weakref.ref[State], Tree, Callable[[], bool], int] | None = None
 
     def __call__(self, state: State, batch: Batches) -> tuple[State, Metrics]:
@@ -86,7 +88,7 @@ class GraphStep:
             if last() is state and unchanged():
                 return structure
         check_state(self._optimizer, state)
-        leaves = tuple((path, leaf.shape, leaf.dtype) for path, leaf in tree.flatten(state.params).items())
+        leaves = tuple((path, t.shape, t.dtype, t.device) for path, t in tree.flatten(state.params).items())
         return self._structures.setdefault(leaves, len(self._structures))
 
     def _graph_of(self, state: State, structure: int, batch: Batches) -> tuple[Graph, list[Entries]]:
@@ -100,11 +102,18 @@ class GraphStep:
             sums = self._sums_of(state.params, parts)
             check_reached(sums)
             if (graph := self._graphs.get(key)) is None:
-                step = functools.partial(_step, self._loss, self._optimizer, self._options, layouts)
-                graph = self._graphs[key] = gradient_graph(step)
+                graph = self._graphs[key] = self._compiled(layouts, state.step)
             if sums.count > 0:  # without valid tokens nothing is checked
                 self._checked[key] = graph
         return graph, parts
+
+    def _compiled(self, layouts: Layouts, count: Tensor) -> Graph:
+        step = functools.partial(_step, self._loss, self._optimizer, self._options, layouts)
+        if not is_on_cuda(count) or not self._options.inplace:  # else each State is in new tensors
+            return gradient_graph(step)
+        captures = self._captures.get(count.device) or Captures(count.device)
+        self._captures[count.device] = captures
+        return CapturedGraph(step, captures)
 
     def _run(self, graph: Graph, parts: list[Entries], structure: int, state: State) -> tuple[State, Metrics]:
         try:

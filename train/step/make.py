@@ -54,9 +54,10 @@ def make_step(
         compile: "none"; "block": one compilation per kind of layer; "whole": the loss as one graph; "step": loss,
             gradient, clipping and update as one graph, for small models, where Python takes longer than the arithmetic.
             A "step" has no mesh and no remat, each size of a batch is compiled by itself, and schedules must compute
-            with tensors. Torch keeps the code on disk, so that a later process compiles in seconds. Compiled code gets
-            a layout only for rows of one document from position 0, since others would recompile for each batch;
-            compiled blocks on CUDA get any, as tensors.
+            with tensors. On CUDA a step in place replays one CUDA graph, which is captured for each State and size of a
+            batch, and refuses tensors on the host. Torch keeps the code on disk, so that a later process compiles in
+            seconds. Compiled code gets a layout only for rows of one document from position 0, since others would
+            recompile for each batch; compiled blocks on CUDA get any, as tensors.
         inplace: Whether the input State is consumed and its tensors are overwritten (see `State`). False leaves it
             unchanged, at the cost of a copy of parameters and optimizer state.
         balance_rate: After each update every layer's `selection_bias` is raised by this for experts with fewer tokens
