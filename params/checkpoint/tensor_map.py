@@ -245,36 +245,52 @@ def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
 
 
 def drop_optional(
-    config: DecoderConfig, drop: Collection[str], found: Container[str], prefix: str = ""
+    config: DecoderConfig, drop: Collection[str], found: Container[str], prefix: str = "", *, part: str | None = None
 ) -> tuple[Any, frozenset[str]]:
     """(config without the optional parts that are not loaded, names on disk that are skipped for it).
 
     The trait `optional` lists the optional parts of a model, {key of the tree: config field that counts them}. Parts in
-    `drop` are left out, and so are those of which the files hold no tensor. ValueError for other names in `drop`.
+    `drop` are left out, and so are those of which the files hold no tensor. Those of a text inside of a model are
+    loaded with part="text" alone. ValueError for other names in `drop`.
     """
-    optional = traits_of(family_of(config)).optional
-    known = (*optional, *traits_of(family_of(config)).unread)
+    optional, of_text = traits_of(family_of(config)).optional, _optional_of_text(config)
+    known = (*optional, *of_text, *traits_of(family_of(config)).unread)
     if unknown := sorted(set(drop) - set(known)):
         raise ValueError(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, known)) or 'nothing'}."
         )
+    drop = drop if part == "text" else (*drop, *of_text)
+    counts = {**optional, **of_text}
     # computed only if needed: it dominates the time
-    parameters = with_stacked_experts(stored_leaves(config, prefix), found) if optional else ()
+    parameters = with_stacked_experts(stored_leaves(config, prefix), found) if counts else ()
     dropped: set[str] = set()
-    for part, count in optional.items():
+    for name, count in counts.items():
+        where = f"text.{name}." if name in of_text else f"{name}."
         names = {
-            name
+            one
             for parameter in parameters
-            if f"{parameter.path}.".startswith(f"{part}.")
-            for name in disk_names(parameter.stored)
+            if f"{parameter.path}.".startswith(where)
+            for one in disk_names(parameter.stored)
         }
-        if part in drop or not any(name in found for name in names):
-            smaller = replace(config, **{count: 0})
-            if part in drop:
+        if name in drop or not any(one in found for one in names):
+            smaller = _without(config, count, inside=name in of_text)
+            if name in drop:
                 dropped |= names | (duplicate_names(config, prefix).keys() - duplicate_names(smaller, prefix).keys())
             config = smaller
     return config, frozenset(dropped)
+
+
+def _optional_of_text(config: Any) -> dict[str, str]:
+    """{optional part of the text inside of a model of several parts: the field of the text's Config that counts it}."""
+    text = getattr(config, "text", None) if hasattr(family_of(config), "towers") else None
+    known = {} if text is None else traits_of(family_of(text)).optional
+    return {part: count for part, count in known.items() if getattr(text, count)}
+
+
+def _without(config: Any, count: str, *, inside: bool) -> Any:
+    """The config with 0 in a field of its own, or of its text's."""
+    return replace(config, text=_without(config.text, count, inside=False)) if inside else replace(config, **{count: 0})
 
 
 def _strip_prefix(stored: Stored, prefix: str) -> Stored:

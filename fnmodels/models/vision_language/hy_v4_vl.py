@@ -1,7 +1,8 @@
 """Hy4 with images (Tencent, 2026): cells of patches among the tokens of its text, and a newline after each row of them.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.hy_v4`. Positions have three
-axes; features are made by two convolutions, over a cell and 1 x 1. MTP heads of the text are not read.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.hy_v4`, with the MTP head that
+files have; the full model is read without it. Positions have three axes; features are made by two convolutions, over a
+cell and 1 x 1.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -17,7 +18,7 @@ logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text
 The frames of a video are images of the tower and of the text.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,7 +102,6 @@ class Config:
                 f"{outer.where}, text_config: the model type {text.model_type!r} is not supported beside this tower; "
                 f"{_TEXT} is."
             )
-        text = replace(text, num_nextn_predict_layers=0)
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, False)),
             vision=hy_v4_vl_vision.Config.from_hf(qwen_vl.tower_values(outer, "hy_v4_vl_vision")),

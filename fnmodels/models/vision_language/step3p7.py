@@ -1,7 +1,7 @@
 """Step 3.7 Flash (StepFun, 2026) with images: a picture and the crops of it among the tokens of Step 3.5's text.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.step3p5`, without the MTP heads
-that files of the text alone have.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.step3p5`, with the MTP heads that
+files have; the full model is read without them.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)
@@ -13,7 +13,7 @@ inputs = step3p7.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -72,7 +72,7 @@ class Config:
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
         outer.expect("understand_projector_stride", 2)
-        text = replace(vision_language.text_config(outer, "step3p5", {}), num_nextn_predict_layers=0)
+        text = vision_language.text_config(outer, "step3p5", {})
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, False)),
             vision=step3p5_vision.Config.from_hf(_tower_fields(outer)),

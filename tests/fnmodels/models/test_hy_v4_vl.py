@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fnmodels.image_text import image_features
 from fnmodels.inputs.images import patch_rows, patches_of
 from fnmodels.models.vision_language import hy_v4_vl
 from tests.support import wrappers
+from tests.support.cases import generic_params, off
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.hy_v4 import IMAGES, YARN
 from tests.variants.hy_v4 import variants as hy_v4
@@ -179,9 +181,16 @@ def test_files_with_an_mtp_head_are_read_without_it(tmp_path: Path) -> None:
         flat = tree.flatten(wanted)
         assert all(torch.equal(leaf, flat[path]) for path, leaf in tree.flatten(loaded).items())
         assert read == (config if part is None else config.text)
+    one = replace(config, text=replace(config.text, num_nextn_predict_layers=1))
     for count in (1, 2):
         values = _PLAIN | {"text_config": _TEXT | {"num_nextn_predict_layers": count}}
-        assert hy_v4_vl.Config.from_hf(values) == config
+        assert hy_v4_vl.Config.from_hf(values) == one
+    params = generic_params(one)
+    P.save_pretrained(tmp_path / "head", one, params)
+    read, loaded = P.load_pretrained(tmp_path / "head", part="text")
+    assert read == one.text and loaded.keys() >= {"mtp"} and off(loaded, params["text"]) == 0
+    read, loaded = P.load_pretrained(tmp_path / "head")
+    assert read == config and "mtp" not in loaded["text"]
 
 
 def test_another_text_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fnmodels.inputs.images import resize
 from fnmodels.models.vision import step3p5_vision
 from fnmodels.models.vision_language import step3p7
 from tests.support import wrappers
+from tests.support.cases import generic_params, off
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.step3p5 import TINY
 
@@ -184,3 +186,29 @@ def test_pictures_are_cut_as_by_transformers(size: tuple[int, int]) -> None:
 def test_pictures_that_shrink_to_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="An image of 32 x 20000 pixels is too narrow"):
         whole_and_crops(torch.zeros(3, 32, 20000, dtype=torch.uint8), 64, 48, most=512)
+
+
+def test_the_text_alone_has_the_mtp_heads_of_the_files(tmp_path: Path) -> None:
+    """And the full model, whose tokens are of images too, is read without them."""
+    plain = _config("step3p7")
+    config = replace(plain, text=replace(plain.text, num_nextn_predict_layers=2))
+    params = generic_params(config)
+    P.save_pretrained(tmp_path, config, params)
+    assert step3p7.Config.from_hf(config.to_hf()) == config
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"model.layers.3.eh_proj.weight", "model.layers.4.transformer.shared_head.output.weight"} <= names
+    text, found = P.load_pretrained(tmp_path, part="text")
+    assert text == config.text and found.keys() >= {"mtp"} and off(found, params["text"]) == 0
+    text, found = P.load_pretrained(tmp_path, part="text", drop=("mtp",))
+    assert text == plain.text and "mtp" not in found
+    whole, found = P.load_pretrained(tmp_path)
+    assert whole == plain and "mtp" not in found["text"] and off(found["vision"], params["vision"]) == 0
+    P.save_pretrained(tmp_path / "again", whole, found)
+    (tmp_path / "again" / "config.json").write_bytes((tmp_path / "config.json").read_bytes())
+    text, found = P.load_pretrained(tmp_path / "again", part="text")  # which counts heads that its files lack
+    assert text == plain.text and "mtp" not in found
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.4.enorm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(P.MismatchError, match=r"model\.layers\.4\.enorm\.weight: missing"):
+        P.load_pretrained(tmp_path, part="text")
