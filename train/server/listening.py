@@ -1,4 +1,4 @@
-"""`Listening`: uvicorn, which says where it listens once it does, and `Heads`, its protocol with a time for heads."""
+"""`Listening`: uvicorn, which says where it listens once it does, and `Bounded`, its protocol with limits of time."""
 
 import asyncio
 import socket
@@ -11,22 +11,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 # Seconds for which the server's thread keeps the interpreter from the worker's, which asks for it after each operation.
 SWITCH = 0.0005
 SECONDS = 30.0  # in which the head of a request arrives, from the connection or the first byte behind another request
+UNREAD = 30.0  # after which a client that has read nothing of what is to be sent is disconnected, at most twice as late
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class Heads(H11Protocol):
-    """HTTP/1.1 over one connection, which ends where the head of a request does not arrive within `SECONDS`.
+class Bounded(H11Protocol):
+    """HTTP/1.1 over one connection, which ends where the client neither sends nor reads.
 
-    uvicorn limits the time between two requests alone: connections that send nothing, or a byte now and then, would
-    stay for ever.
+    uvicorn limits the time between two requests alone. Connections that send nothing, or a byte of a head now and then,
+    would stay for ever, and so would those that stop reading an answer.
     """
 
     _late: asyncio.TimerHandle | None = None
+    _check: asyncio.TimerHandle
+    _unread = 0
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait for a head."""
+        """Begins to wait for a head, and to look at what is read."""
         super().connection_made(transport)
         self._wait()
+        self._check = self.loop.call_later(UNREAD, self._end_unread)
 
     def data_received(self, data: bytes) -> None:
         """Reads; of a head alone, the time goes on."""
@@ -37,8 +41,9 @@ class Heads(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the wait."""
+        """Ends both."""
         self._end_wait()
+        self._check.cancel()
         super().connection_lost(exc)
 
     def _wait(self) -> None:
@@ -53,6 +58,15 @@ class Heads(H11Protocol):
         if self.conn.trailing_data[0]:  # a part of a head
             self.transport.write(LATE)
         self.transport.close()
+
+    def _end_unread(self) -> None:
+        """Ends the connection if the client has read nothing since the last time, and with it its request."""
+        full = self.flow.write_paused or self.transport.is_closing()  # then nothing is added to what is unread
+        unread = self.transport.get_write_buffer_size() if full else 0
+        if unread and unread == self._unread:
+            self.transport.abort()
+        else:
+            self._unread, self._check = unread, self.loop.call_later(UNREAD, self._end_unread)
 
 
 class Listening(uvicorn.Server):
@@ -69,7 +83,7 @@ class Listening(uvicorn.Server):
     def __init__(self, app: Any, name: str, *, port: int, grace: int, **settings: Any) -> None:
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False}
         super().__init__(
-            uvicorn.Config(app, port=port, http=Heads, timeout_graceful_shutdown=grace, **quiet, **settings)
+            uvicorn.Config(app, port=port, http=Bounded, timeout_graceful_shutdown=grace, **quiet, **settings)
         )
         self._model = name
         self.urls: list[str] = []
