@@ -120,6 +120,7 @@ def command(folder: Path, model: Path, *, steps: int, processes: int = 1) -> lis
         # Ray's logical resources: verl counts GPUs before it starts workers, which ask for CPUs on this platform.
         "ray_kwargs.ray_init.num_cpus": 20,
         "+ray_kwargs.ray_init.num_gpus": processes,
+        "+ray_kwargs.ray_init.include_dashboard": False,  # eleven processes, each of which imports Ray
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
     }
     return [sys.executable, "-m", "verl.trainer.main_ppo", *(f"{name}={value}" for name, value in settings.items())]
