@@ -134,6 +134,8 @@ def environment(folder: Path, *, pictures: bool = False) -> dict[str, str]:
         shutil.copy(Path(__file__).with_name("verl_operators.py"), folder / "modules")
         modules, paths = ["verl_operators", *modules], [*paths, folder / "modules", PICTURES]
     made = os.environ | {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": ",".join(modules)}
+    # Ray's workers have the lowest share of a processor by default: beside other programs they would hardly start.
+    made |= {"RAY_worker_niceness": "0"}
     return made | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
 
 
