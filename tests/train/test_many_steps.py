@@ -39,6 +39,18 @@ def test_many_steps_are_single_ones(graphs, compile):
         step.many(after, {"x": torch.zeros(2, 12, 4), "y": torch.zeros(3, 12, 3)})
 
 
+@pytest.mark.parametrize("compile", ["none", "step"])
+def test_many_steps_have_a_rate_for_each_pattern_of_leaves(graphs, compile):
+    """Patterns have dots, which keys of params have not."""
+    optimizer = train.partition({"one.*": train.adamw(rate), "*": train.sgd(0.01)})
+    step = make_step(loss, optimizer, compile=compile)
+    _, singles = run(step, init_state(params(), optimizer))
+    for batches in (BATCHES, tree.stack(BATCHES)):
+        metrics = step.many(init_state(params(), optimizer), batches)[1]
+        for pattern in ("one.*", "*"):
+            assert torch.equal(metrics["lr_of"][pattern], torch.stack([one["lr_of"][pattern] for one in singles]))
+
+
 def test_many_steps_whose_aux_has_other_shapes_are_refused():
     step = make_step(lambda params, batch: (*loss(params, batch), {"rows": batch["x"][:, 0]}), train.sgd(0.1))
     halves = [BATCHES[0], {name: value[:6] for name, value in BATCHES[1].items()}]

@@ -84,7 +84,9 @@ def _step_of(one: StepFunction, batch: Batches, state: State) -> tuple[State, Me
 
 def _check_alike(first: Metrics, other: Metrics, number: int) -> None:
     """ValueError for metrics of step `number`, from 0, that cannot be stacked with those of the first."""
-    wanted, found = ({path: list(t.shape) for path, t in tree.flatten(m).items()} for m in (first, other))
+    # The rates `lr_of` are numbers, whose keys are patterns of paths: dots in them are not those of a path.
+    named = ({key: value for key, value in metrics.items() if key != "lr_of"} for metrics in (first, other))
+    wanted, found = ({path: list(t.shape) for path, t in tree.flatten(metrics).items()} for metrics in named)
     for path in [*wanted, *found]:
         if wanted.get(path) != found.get(path):
             raise ValueError(
