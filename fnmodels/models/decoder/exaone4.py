@@ -1,26 +1,31 @@
 """EXAONE 4.0 (LG, arXiv 2507.11407): a post-norm decoder with per-head query and key norms.
 
 The norm is applied to the output of each sublayer instead of its input. In models with sliding-window layers, the full
-layers have no rotary embedding.
+layers have no rotary embedding. The text of EXAONE 4.5 is the same; its MTP head, whose block is a layer like the first
+one, stands under mtp.* as vLLM's vllm/model_executor/models/exaone4_5_mtp.py at e99248cd1fcf reads it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
-from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, hf_names, kinds, unembed  # noqa: F401
+from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, head_norms, norm, usual_attention, usual_mlp
+from fnmodels.models.common.storage import Stored
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("exaone4",)
-TRAITS = Traits(kinds=("full", "sliding", "full_nope"))
+TRAITS = Traits(
+    kinds=("full", "sliding", "full_nope"),
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,11 @@ class Config(decoder.BaseConfig):
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
+    num_nextn_predict_layers: int = 0  # MTP heads, params["mtp"], which `forward` does not use: 0 or 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        mtp.check_kinds(self, mtp_kinds(self), most=1)
 
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
@@ -43,6 +53,7 @@ class Config(decoder.BaseConfig):
             rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             sliding_window=window,
             layer_kinds=tuple("sliding" if s else "full" if window is None else "full_nope" for s in slides),
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, low=0, high=1),
         )
         return decoder.finished(config, fields)
 
@@ -50,7 +61,8 @@ class Config(decoder.BaseConfig):
         """A config.json in the current dialect. Raises ConfigError where the model type has no word for this model."""
         types = decoder.layer_types([kind == "sliding" for kind in self.layer_kinds])
         names = ("rms_norm_eps", "hidden_act", "sliding_window")
-        return decoder.decoder_to_hf(self, "Exaone4ForCausalLM", *names, layer_types=types)
+        heads = {"num_nextn_predict_layers": 1} if self.num_nextn_predict_layers else {}
+        return decoder.decoder_to_hf(self, "Exaone4ForCausalLM", *names, layer_types=types, **heads)
 
 
 def _sliding_layers(fields: Fields, window: int | None, layers: int) -> list[bool]:
@@ -81,7 +93,25 @@ def spec(config: Config) -> Tree:
         "mlp": usual_mlp(config),
         "post_feedforward_layernorm": norm(config.hidden_size, "embed"),
     }
-    return decoder_leaves(config, [layer for _ in config.layer_kinds])
+    return decoder_leaves(config, [layer for _ in config.layer_kinds]) | mtp.heads(config, layer)
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of the MTP head."""
+    return config.layer_kinds[:1]
+
+
+def leftovers(config: Config) -> tuple[str, ...]:
+    """Patterns of the tensors of an MTP head that the config does not count."""
+    return () if config.num_nextn_predict_layers else (r"mtp\..*",)
+
+
+def hf_names(config: Config) -> dict[str, Stored]:
+    """{path of a parameter: its name on disk}."""
+    if not config.num_nextn_predict_layers:
+        return decoder.hf_names(config)
+    names = decoder.hf_names(replace(config, num_nextn_predict_layers=0))
+    return names | mtp.names_apart(decoder.hf_names(mtp.blocks(config)[0]), 1)
 
 
 @with_context

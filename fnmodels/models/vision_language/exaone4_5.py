@@ -1,6 +1,7 @@
 """EXAONE 4.5 (LG AI Research, 2026): cells of 2 x 2 patches of a tower like Qwen2.5-VL's among the tokens of EXAONE 4.
 
-Positions have one axis.
+Positions have one axis. `load_pretrained(path, part="text")` reads the text alone, with the MTP head that files have;
+the full model is read without it.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
@@ -13,14 +14,14 @@ inputs = exaone4_5.with_images(params, inputs, features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, masks, freqs_cis, config=config.text)
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.models.common.config_json import ConfigJson, Fields
-from fnmodels.models.common.family import Traits
+from fnmodels.models.common.family import field_of
 from fnmodels.models.common.spec import norm
 from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.common.vision import weight_and_bias
@@ -30,12 +31,17 @@ from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import qwen_vl, vision_language
 from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
 from fnmodels.models.vision_language.common.qwen_vl import read_image  # noqa: F401
-from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import (  # noqa: F401
+    cell_side,
+    features_of,
+    leftovers,
+    with_images,
+)
 from fnmodels.ops.norm import rms_norm
 from fnmodels.tree import Tree
 
 MODEL_TYPES = ("exaone4_5",)
-TRAITS = Traits(leftovers=(r"mtp\..*",))  # an MTP head on a layer like the text's first one, which is not read
+_HEADS = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,9 @@ class Config:
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
         text = vision_language.text_config(outer, "exaone4", {})
+        heads = outer.integer(_HEADS, 1, low=0, high=1)  # files have the head and may have no field that says so
+        if text.model_type == "exaone4" and not (isinstance(inner, dict) and _HEADS in inner):
+            text = replace(text, num_nextn_predict_layers=heads)
         config = Config(
             text=vision_language.with_tie(text, vision_language.tied_head(outer, text, False)),
             vision=qwen2_5_vl_vision.Config.from_hf(qwen_vl.tower_values(outer, "exaone4_5_vision")),
@@ -76,6 +85,7 @@ class Config:
             "Exaone4_5_ForConditionalGeneration",
             image_token_id=self.image_token,
             tie_word_embeddings=self.text.tie_word_embeddings,
+            num_nextn_predict_layers=field_of(self.text, _HEADS),
         )
 
 

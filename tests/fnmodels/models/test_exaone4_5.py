@@ -1,23 +1,27 @@
 """EXAONE 4.5 equals transformers with every parameter perturbed; packed documents with images equal each alone."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fnmodels
+import params as P
 from fnmodels import tree
 from fnmodels.models.vision_language import exaone4_5
 from tests.support import wrappers
+from tests.support.cases import generic_params, off
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.exaone4 import variants
 
 IMAGE = 60  # the id of image tokens
-_TEXT = next(iter(variants().values()))
+_TEXT = next(iter(variants().values())) | {"num_nextn_predict_layers": 0}
 _VISION: dict[str, Any] = {"model_type": "exaone4_5_vision", "depth": 3, "hidden_size": 32, "intermediate_size": 40}
 _VISION |= {"num_heads": 4, "num_key_value_heads": 2, "patch_size": 4, "out_hidden_size": _TEXT["hidden_size"]}
 _VISION |= {"window_size": 16, "fullatt_block_indexes": [1]}
@@ -83,3 +87,21 @@ def test_the_first_releases_name_of_the_text_is_read() -> None:
     with pytest.raises(ValueError, match="out_hidden_size 8 of vision_config is not the hidden_size"):
         exaone4_5.Config.from_hf(VALUES | {"vision_config": _VISION | {"out_hidden_size": 8}})
     assert fnmodels.models.common.registry.every_model()["exaone4_5"].endswith("exaone4_5")
+
+
+def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
+    """Files have it under mtp.*, and no field that says so; the full model is read without it."""
+    one = replace(_CONFIG, text=replace(_CONFIG.text, num_nextn_predict_layers=1))
+    text = {name: value for name, value in _TEXT.items() if name != "num_nextn_predict_layers"}
+    assert exaone4_5.Config.from_hf(VALUES | {"text_config": text}) == one == exaone4_5.Config.from_hf(one.to_hf())
+    assert exaone4_5.Config.from_hf(VALUES | {"text_config": text, "num_nextn_predict_layers": 0}) == _CONFIG
+    params = generic_params(one)
+    P.save_pretrained(tmp_path, one, params)
+    names = {name for name in load_file(tmp_path / "model.safetensors") if name.startswith("mtp.")}
+    around = {f"mtp.{name}.weight" for name in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert names > around and all(name.startswith("mtp.layers.0.") for name in names - around)
+    config, found = P.load_pretrained(tmp_path, part="text")
+    assert config == one.text and found.keys() >= {"mtp"} and off(found, params["text"]) == 0
+    whole, found = P.load_pretrained(tmp_path)
+    assert whole == _CONFIG and "mtp" not in found["text"]
+    assert "mtp" not in P.load_pretrained(tmp_path, part="text", drop=("mtp",))[1]

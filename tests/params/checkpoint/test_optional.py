@@ -150,6 +150,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "mtp.layers.1.mixer.shared_experts.down_proj",
     ),
 }
+NAMES |= dict.fromkeys(("exaone4", "exaone4_listed"), (*QWEN, "mtp.layers.0.post_feedforward_layernorm"))
 NAMES["deepseek_v4"] = (
     *(f"mtp.0.{one}" for one in ("enorm", "hnorm", "e_proj", "h_proj", "norm", "attn_norm", "ffn_norm", "attn.wq_a")),
     *(f"mtp.0.hc_{part}_{leaf}" for part in ("head", "attn", "ffn") for leaf in ("fn", "base", "scale")),
