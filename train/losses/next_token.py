@@ -164,8 +164,8 @@ def model_call(
 ) -> ModelCall:
     """The call of the model for a batch as in `next_token_loss`, after checking its keys and labels.
 
-    balance, aux: as there. taps: of the last layer, which the loss reads. ValueError for an invalid batch, and for
-    balance or aux with a model without experts.
+    balance, aux: as there. taps: that the loss reads; over a pipeline of the last layer. ValueError for an invalid
+    batch, and for balance or aux with a model without experts.
     """
     check_entries(batch, "tokens", "positions", "segment_ids", "labels")
     whole, config = config, text_config(config)

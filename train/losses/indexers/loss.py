@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -68,9 +68,8 @@ def indexer_loss(
     given = ForwardOptions(**options)
     _check(params, batch, config, stage, given)
     given = dataclasses.replace(given, context=TeachIndexers(stage == "dense"))
-    call = model_call(params, batch, config=config, length=length, options=given)
-    arguments: tuple[Any, ...] = (*call.arguments, (f"layers.*.{TAP}",))
-    x, tapped, _ = hidden_states(*arguments)
+    call = model_call(params, batch, config=config, length=length, options=given, taps=(f"layers.*.{TAP}",))
+    x, tapped, _ = hidden_states(*call.arguments)
     found = call.states(x, tapped)
     labelled = counted(batch["labels"], batch.get("weights"))
     divergence = torch.stack(list(tapped.values())).sum(0).where(labelled, 0).sum()
