@@ -23,8 +23,8 @@ import pytest
 
 FILE = "tests/seconds.json"
 LONG = 1.0  # CPU seconds
-FEW = 3  # tests of one function
-MANY = 6  # values of a parameter of which not each is tried
+FEW = 2  # tests of one function
+MANY = 3  # values of a parameter of which not each is tried
 FIRST = ("llama", "gpt_oss", "kimi_linear")  # plain; windows, sinks and experts; states, latent keys and experts
 PROPERTY = "CPU seconds"  # of the report of a test's end
 
