@@ -45,6 +45,7 @@ TINY: dict[str, Any] = {
     "hc_mult": 3,
     "hc_sinkhorn_iters": 3,
     "hc_eps": 1e-2,
+    "num_nextn_predict_layers": 0,
     "max_position_embeddings": 64,
     "rms_norm_eps": 5e-2,  # with 1e-2 logits of 140 tokens are off by 3e-5 in fp32
     "tie_word_embeddings": False,
@@ -99,10 +100,11 @@ def sizes() -> dict[str, int]:
     joined = (2 + n) * n * (n * D + 1) + 3
     experts = 289 * 3 * D * 2048 + 288 * D + 288
     each = 45 * (2 * joined + 2 * D) + 34 * linear + 11 * (latent + indexer)
-    return {"glm_5_3_flash": 2 * 154880 * D + D + each + 3 * 3 * D * 12288 + 42 * experts}
+    head = 2 * D * D + 3 * D + 2 * D + latent + indexer + experts
+    return {"glm_5_3_flash": 2 * 154880 * D + D + each + 3 * 3 * D * 12288 + 42 * experts + head}
 
 
-TOTALS: dict[str, int | str] = {"glm-5.3-flash": sizes()["glm_5_3_flash"]}  # published as 320B, with an MTP layer
+TOTALS: dict[str, int | str] = {"glm-5.3-flash": sizes()["glm_5_3_flash"]}  # published as 320B
 NO_FILE = {
     "glm5_next_text": "published within glm5_next's text_config",
     "glm5_next": "no copy is at hand; one that transformers writes is read in test_release_configs.py",

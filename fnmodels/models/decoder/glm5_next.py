@@ -5,7 +5,9 @@ attend to blocks of keys that an indexer chooses (`fnmodels.ops.indexers.gated_p
 that manifold-constrained hyper-connections mix (`fnmodels.ops.streams.hyper`); the head reads their mean. Gates and
 values of every MLP and expert are clamped.
 
-The choice has no gradient, so a loss on logits does not train the indexer. MTP layers of files are not read.
+The choice has no gradient, so a loss on logits does not train the indexer. Files may have an MTP head, see
+`fnmodels.mtp`: the layer after the last one, of latent attention and experts on one residual stream. It reads the mean
+of the rows after the final norm, as in vLLM (vllm/models/glm5next/nvidia/mtp.py).
 """
 
 import functools
@@ -16,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
-from fnmodels.models.common import decoder
+from fnmodels.models.common import decoder, mtp
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.common.context import Context, with_context
@@ -25,7 +27,7 @@ from fnmodels.models.common.decoder.block_choice import choose_blocks
 from fnmodels.models.common.deepseek_v4.streams import by_ends, tap_mean, through, with_ends
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.glm5_next.fields import IGNORED, SIZES, fields_from_hf
-from fnmodels.models.common.glm5_next.leaves import hf_names, leaves_of  # noqa: F401
+from fnmodels.models.common.glm5_next.leaves import hf_names, leaves_of, plain_leaves  # noqa: F401
 from fnmodels.models.common.layers import delta
 from fnmodels.models.common.spec import decoder_leaves
 from fnmodels.ops import Rope, no_rotation, project_out, rms_norm, split_heads
@@ -45,6 +47,7 @@ TRAITS = Traits(
     kinds=tuple(attention + mlp for mlp in ("_moe", "") for attention in _ATTENTION),
     routed=True,
     router=ROUTER,
+    optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     unread={"vision": r"model\.visual\..*"},
     in_memory={
         r"\.self_attn\.(f_a_proj\.|f_b_proj\.|dt_bias|A_log)": r".self_attn.forget_gate.\1",
@@ -64,7 +67,6 @@ class Config(mixture.GroupedConfig):
     num_key_value_heads: int = field(init=False)  # as many as query heads
     head_dim: int = field(init=False)  # of queries and keys
     rope: Rope = field(default=Rope(), init=False, compare=False)
-    num_nextn_predict_layers: int = field(default=0, init=False, compare=False)
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False  # of the projections of latent attention that read x, and of o
     q_lora_rank: int
@@ -103,6 +105,7 @@ class Config(mixture.GroupedConfig):
                     f"Layer {index} takes the choice of keys of the layer before it, which must have an indexer; "
                     "indexer_types and layer_types say otherwise."
                 )
+        mtp.check_kinds(self, mtp_kinds(self))
 
     @property
     def index_topk(self) -> int:
@@ -146,6 +149,7 @@ class Config(mixture.GroupedConfig):
         own |= {"layer_types": ["linear_attention" if kind.ordered else "indexed_attention" for kind in layers]}
         own |= {"indexer_types": ["shared" if kind.shares_choice else "full" for kind in layers]}
         own |= {name: getattr(self, ours) for name, ours in SIZES.items()}
+        own["num_nextn_predict_layers"] = self.num_nextn_predict_layers
         own |= {"qk_rope_head_dim": 0, "hc_eps": self.hyper_eps, "linear_lower_bound": self.linear_lower_bound}
         del own["first_k_dense_replace"]
         names = ("rms_norm_eps", "swiglu_limit", "attention_bias", "hidden_act")
@@ -160,11 +164,19 @@ def kinds(config: Config) -> tuple[str, ...]:
 
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
-    return decoder_leaves(config, [leaves_of(config, kind) for kind in parsed(config.layer_kinds)])
+    leaves = decoder_leaves(config, [leaves_of(config, kind) for kind in parsed(config.layer_kinds)])
+    return leaves | mtp.heads(config, plain_leaves(config, LayerKind.parse(mtp_kinds(config)[0])))
+
+
+def mtp_kinds(config: Config) -> tuple[str, ...]:
+    """The kind of the layer that is the block of an MTP head: with an indexer, and with experts like the last layer."""
+    return ("indexed_moe" if LayerKind.parse(config.layer_kinds[-1]).routed else "indexed",)
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """MTP layers, which stand after the last one in files."""
+    """Patterns of the tensors of MTP heads that the config does not count: layers after the last one."""
+    if config.num_nextn_predict_layers:
+        return ()
     first = config.num_hidden_layers
     return (rf"model\.(language_model\.)?layers\.({'|'.join(map(str, range(first, first + 8)))})\..*",)
 
@@ -181,9 +193,11 @@ def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None 
 
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
-    """One layer: streams [B, S, n, D] -> the same; the first reads [B, S, D], and the last returns it."""
+    """One layer: streams [B, S, n, D] -> the same; the first reads [B, S, D], and the last returns it.
+
+    The block of an MTP head, which has no hyper-connections: [B, S, D] -> [B, S, D].
+    """
     eps, how, weights = config.rms_norm_eps, config.hyper, layer["attention"]
-    x = hyper.opened(x, config.residual_streams) if x.ndim == 3 else x
 
     def attend(x: Tensor) -> Tensor:
         normed = rms_norm(x, layer["input_layernorm"], eps=eps)
@@ -202,6 +216,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
         acts = functools.partial(clamped_glu, activation="silu", limit=config.swiglu_limit), act
         return ctx.tap("mlp", ctx.moe(mlp, normed, mixture.grouped_route(mlp, config), act=acts, dtypes=ROUTER))
 
+    if "attention_hyper" not in layer:
+        x = ctx.tap("middle", x + attend(x))
+        return x + feed(x)
+    x = hyper.opened(x, config.residual_streams) if x.ndim == 3 else x
     x = tap_mean(ctx, "middle", through(layer["attention_hyper"], x, attend, how))
     x = ctx.tap("streams", through(layer["mlp_hyper"], x, feed, how))
     return hyper.mean(x) if "folds" in kind.split("_") else x

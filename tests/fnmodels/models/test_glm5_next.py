@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fnmodels.models.vision import glm4v_vision
 from fnmodels.models.vision_language import glm5_next
 from params.checkpoint.tensor_map import stored_leaves
 from tests.support import wrappers
+from tests.support.cases import generic_params, off
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.glm5_next import TINY, published, variants
 
@@ -118,7 +120,7 @@ def test_a_limit_that_is_left_out_is_found(part: str) -> None:
     assert (found[0] - found[1]).abs().max() > 1e-2
 
 
-def test_files_with_mtp_layers_are_read_without_them(tmp_path: Path) -> None:
+def test_mtp_layers_that_no_field_counts_are_not_read(tmp_path: Path) -> None:
     config, params = _config("glm5_next"), _params("glm5_next")
     P.save_pretrained(tmp_path, config, params)
     file = tmp_path / "model.safetensors"
@@ -132,6 +134,29 @@ def test_files_with_mtp_layers_are_read_without_them(tmp_path: Path) -> None:
     save_file(tensors | stranger, file, metadata={"format": "pt"})
     with pytest.raises(P.MismatchError, match=r"layers\.1\.eh_proj\.weight' in .*: unexpected"):
         P.load_pretrained(tmp_path)
+
+
+def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
+    """And the full model, whose tokens are of images too, is read without it."""
+    plain = _config("glm5_next")
+    config = replace(plain, text=replace(plain.text, num_nextn_predict_layers=1))
+    params, first = generic_params(config), config.text.num_hidden_layers
+    P.save_pretrained(tmp_path, config, params)
+    assert glm5_next.Config.from_hf(config.to_hf()) == config
+    names = [f"{name}.weight" for name in ("eh_proj", "shared_head.norm", "self_attn.indexer.wq_b", "mlp.gate")]
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {f"model.language_model.layers.{first}.{name}" for name in names} < tensors.keys()
+    text, found = P.load_pretrained(tmp_path, part="text")
+    assert text == config.text and found.keys() >= {"mtp"} and off(found, params["text"]) == 0
+    text, found = P.load_pretrained(tmp_path, part="text", drop=("mtp",))
+    assert text == plain.text and "mtp" not in found
+    whole, found = P.load_pretrained(tmp_path)
+    assert whole == plain and "mtp" not in found["text"] and off(found["vision"], params["vision"]) == 0
+    lost = f"model.language_model.layers.{first}.hnorm.weight"
+    del tensors[lost]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(P.MismatchError, match=rf"{re.escape(lost)}: missing"):
+        P.load_pretrained(tmp_path, part="text")
 
 
 _SIZES = [(20, 44), (8, 8), (3, 5), (64, 64), (40, 90), (12, 300), (128, 31), (200, 210), (33, 401), (7, 20), (1, 90)]

@@ -172,6 +172,8 @@ LING = (
 NAMES |= dict.fromkeys(("bailing_moe", "bailing_moe_v2"), LING)
 HY4 = ("enorm", "hnorm", "eh_proj", "final_layernorm", "self_attn.indexer.wk", "self_attn.linear_gate", "mlp.gate")
 NAMES |= dict.fromkeys(("hy_v4", "hy_v4_vl_text"), tuple(f"model.mtp_layers.0.{one}" for one in HY4))
+GLM5 = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "self_attn.indexer.wk", "mlp.gate", "mlp.experts.0.up_proj")
+NAMES["glm5_next_wrapped"] = tuple(f"model.language_model.layers.3.{one}" for one in GLM5)
 USUAL = tuple(f"LAST.{one}" for one in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm"))
 
 

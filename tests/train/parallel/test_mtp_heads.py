@@ -28,6 +28,7 @@ CASES = [(name, way) for i, name in enumerate(OTHERS) for way in WAYS if way not
 
 
 CASES += [*((name, way) for name in STREAMS for way in WAYS), (STREAMS[0], "split"), ("mtp_step3p5", "sequence")]
+CASES += [("mtp_glm5_next", "cp")]  # whose block chooses pools of keys
 
 
 @pytest.mark.parametrize(("name", "way"), dict.fromkeys(CASES))

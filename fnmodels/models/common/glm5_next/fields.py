@@ -36,7 +36,7 @@ SIZES = {name: _RENAMED.get(name, name) for name in _SIZES}
 # Switches of Z.ai's code, which transformers has at these values alone.
 _FIXED = {"qk_rope_head_dim": 0, "mhc": True, "mla_use_nope": True, "index_kpool_compress": True}
 _FIXED |= {"index_kpool_always_select_tail": True}
-# without effect: nothing rotates, and the last is of MTP layers
+# without effect: nothing rotates, every draft of an MTP head chooses its keys, and the rest may stand beside lists
 IGNORED = (
     *("head_dim", "rope_parameters", "rope_theta", "rope_scaling", "rope_interleave", "indexer_rope_interleave"),
     *("index_share_for_mtp_iteration", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"),
@@ -62,9 +62,10 @@ def fields_from_hf(values: ConfigJson, model_types: Sequence[str]) -> tuple[Fiel
     own = {SIZES[name]: fields.integer(name, size, high=1 << 16) for name, size in _SIZES.items()}
     fields.expect("qk_head_dim", own["qk_nope_head_dim"])
     experts = mixture.grouped_from_hf(fields, layers, dense=3, scale=2.5)
-    del experts["num_nextn_predict_layers"]
     experts["layer_kinds"] = _layer_kinds(fields, layers)
     ordered = [kind.ordered for kind in parsed(experts["layer_kinds"])]
+    if all(ordered) and "num_nextn_predict_layers" not in fields.values:
+        experts["num_nextn_predict_layers"] = 0  # whose block is one of attention
     for name, wanted in (("kda_layers", True), ("full_attn_layers", False)):
         inner.expect(name, [i for i, is_linear in enumerate(ordered) if is_linear is wanted])
     inner.finish()

@@ -7,7 +7,7 @@ import torch
 
 from fnmodels.tree import Tree, flatten
 
-from .. import mla
+from .. import mla, mtp
 from .. import moe as mixture
 from ..deepseek_v4.streams import hyper_leaves
 from ..family import LayerKind, parsed
@@ -25,11 +25,16 @@ def leaves_of(config: Any, kind: LayerKind) -> Tree:
     n = config.residual_streams
     connection = hyper_leaves(config, (2 + n) * n, 3)
     connection["fn"] = replace(connection["fn"], keep_dtype=False, init=Normal(0.02))
+    return plain_leaves(config, kind) | dict.fromkeys(_CONNECTIONS, connection)
+
+
+def plain_leaves(config: Any, kind: LayerKind) -> Tree:
+    """Those of a layer of this kind without hyper-connections: of one residual stream."""
     attention: Tree = _delta_leaves(config) if kind.ordered else latent_attention_leaves(config)
     if kind.indexed and not kind.shares_choice:
         attention = attention | {"indexer": _indexer_leaves(config)}
     mlp = mixture.grouped_leaves(config, kind, selection_bias=True, wide_router=True)
-    return layer_leaves(config.hidden_size, attention, mlp) | dict.fromkeys(_CONNECTIONS, connection)
+    return layer_leaves(config.hidden_size, attention, mlp)
 
 
 def _delta_leaves(config: Any) -> dict[str, Leaf]:
@@ -51,7 +56,7 @@ def _indexer_leaves(config: Any) -> dict[str, Leaf]:
 
 
 def hf_names(config: Any) -> dict[str, Stored]:
-    """{path of a parameter: its name on disk}, with one tensor per expert."""
+    """{path of a parameter: its name on disk}, with one tensor per expert, and MTP heads as layers after the last."""
     paths = flatten(family_of(config).spec(config))
     names = indexed.indexer_names(mla.latent_names(mixture.grouped_names(config, paths)))
     for index, kind in enumerate(parsed(config.layer_kinds)):
@@ -60,9 +65,9 @@ def hf_names(config: Any) -> dict[str, Stored]:
             names |= delta.separate_names(f"{at}.attention", f"{there}.self_attn", delta.narrow_leaves(config))
         for ours, theirs in _CONNECTIONS.items():
             names |= {f"{at}.{ours}.{leaf}": f"{there}.{theirs}_{leaf}" for leaf in ("fn", "base", "scale")}
-        for ours, theirs in _POOLS.items():
-            if (path := f"{at}.attention.indexer.{ours}") in paths:
-                names[path] = f"{there}.self_attn.indexer.{theirs}"
+    for path in (path for path in paths if path.rpartition(".")[2] in _POOLS):
+        there, _, leaf = mtp.layer_path(path, config.num_hidden_layers).rpartition(".")
+        names[path] = f"model.{there.replace('.attention.', '.self_attn.')}.{_POOLS[leaf]}"
     if config.model_type == "glm5_next":
         names = {path: renamed(name, r"^model\.", "model.language_model.") for path, name in names.items()}
     return names
