@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from fnmodels.options import Block
 from fnmodels.tree import Tree
 
 _TENSOR = object()  # stands for a tensor in the structure of a block's results
+_OTHERS = sys.stdlib_module_names | {"torch", "numpy"}  # packages whose objects hold no tensors of the caller
+_PACKAGES = _OTHERS | {"fnmodels", "params", "train"}  # and whose modules hold none
 Flat = Callable[..., tuple[Tensor, ...]]
 
 
@@ -32,29 +37,31 @@ def remat(block: Block) -> Block:
 
     Args:
         block: The block of a kind of layers, (layer, x, mask, freqs, **tensors) -> (x, aux), or another function of
-            trees. Tensors that it reads of a global or an attribute, in place of receiving them, get no gradient.
+            trees. Tensors in a functools.partial are arguments as well.
 
     Returns:
-        The wrapped block, which computes the same bits.
-
-    Raises:
-        ValueError: The block, or a function of `edits`, closes over a tensor whose gradient may be asked for.
+        The wrapped block, which computes the same bits. Its call raises ValueError where the block, or a function of
+        `edits`, holds a tensor whose gradient may be asked for: of a variable of an outer function or of the module, a
+        default, or an attribute.
     """
-
-    if not torch.compiler.is_compiling():
-        _refuse_closures(block)
+    function, bound = _unbound(block)
+    checked = False
 
     def recomputed(*args: Any, **tensors: Any) -> tuple[Tensor, dict[str, Any]]:
+        nonlocal checked
         if torch.compiler.is_compiling():
             from .torch_internals import transforms  # here, for making it imports dynamo
 
             return block(*args, **tensors) if transforms() else checkpoint(block, *args, use_reentrant=False, **tensors)
-        arguments = (args, tensors)
+        if not checked:  # here, since variables may have no value yet when the block is wrapped
+            _refuse_held(function)
+            checked = True
+        arguments = ((*bound[0], *args), bound[1] | tensors)
         results: list[Tree] = []
 
         def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
             called, keywords = filled(given_structure, leaves)
-            result = block(*called, **keywords)
+            result = function(*called, **keywords)
             results[:] = [structure(result)]
             return tensors_of(result)
 
@@ -130,42 +137,84 @@ def _of(run: Flat, tensors: tuple[Tensor, ...], indices: list[int]) -> Flat:
     return call
 
 
-def _closed_over(function: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """(name of the variable, tensor) of what a function, and the functions that it closes over, close over."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=True):
-        try:
-            value = cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-        if isinstance(value, (Tensor, dict, list, tuple)):
-            yield from ((name, leaf) for leaf in tensors_of(value))
-        elif depth and callable(value):
-            yield from _closed_over(value, depth - 1)
+def _unbound(block: Block) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(a function, the arguments and keywords of its partial), if there are tensors among these; else (block, none)."""
+    if isinstance(block, functools.partial) and tensors_of((block.args, block.keywords)):
+        return block.func, (block.args, dict(block.keywords))
+    return block, ((), {})
 
 
-def _may_have_gradient(tensor: Tensor) -> bool:
-    return tensor.requires_grad or torch.func.debug_unwrap(tensor) is not tensor
+def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """(name of a variable or attribute, tensor) of all that a function or an object reaches.
+
+    Objects of torch and of the standard library hold no tensors of the caller, modules of torch aside.
+    """
+    if isinstance(value, (str, int, float, type, types.ModuleType, type(None))) or id(value) in seen:
+        return
+    seen.add(id(value))
+    inside: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        inside = ((name, entry) for entry in value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = ((name, entry) for entry in value)
+    elif isinstance(value, functools.partial):
+        inside = ((name, entry) for entry in (value.func, value.args, value.keywords))
+    elif inspect.ismethod(value):
+        inside = ((name, value.__func__), ("self", value.__self__))
+    elif inspect.isfunction(value):
+        inside = _variables(value)
+    elif isinstance(value, torch.nn.Module):
+        inside = (*value.named_parameters(), *value.named_buffers())
+    elif type(value).__module__.partition(".")[0] not in _OTHERS:
+        slots = [each for kind in type(value).__mro__ for each in getattr(kind, "__slots__", ())]
+        inside = {each: getattr(value, each, None) for each in slots} | getattr(value, "__dict__", {})
+        inside = inside.items()
+    for each, entry in inside:
+        yield from _held(entry, each, seen)
 
 
-def _refuse_closures(block: Callable[..., Any]) -> None:
-    """ValueError for an edit that closes over a tensor of which a gradient may be taken, which would be lost."""
-    for name, value in _closed_over(block):
-        if _may_have_gradient(value):
-            raise ValueError(
-                f"The function of remat closes over the tensor {name!r}, whose gradient would be lost: pass the tensor "
-                "as an argument."
-            )
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """(name, value) of the variables of outer functions, tensors and containers of the module, and defaults."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield name, cell.cell_contents
+    if (function.__module__ or "").partition(".")[0] not in _PACKAGES:
+        for name in _names(function.__code__):
+            value = function.__globals__.get(name)
+            if isinstance(value, (Tensor, dict, list, tuple, torch.nn.Module)):
+                yield name, value
+    named = inspect.signature(function, follow_wrapped=False).parameters.values()
+    yield from ((each.name, each.default) for each in named if each.default is not each.empty)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals, among others, that a function and the functions inside of it read."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _lost(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in `_held` of which a gradient may be taken, or which a vmap maps."""
+    for name, tensor in _held(value, "", set()):
+        if tensor.requires_grad or torch.func.debug_unwrap(tensor) is not tensor:
+            yield name, tensor
+
+
+def _refuse_held(block: Callable[..., Any]) -> None:
+    """ValueError for a block or an edit that holds a tensor of which a gradient may be taken, which would be lost."""
     edits = block.keywords.get("edits", ()) if isinstance(block, functools.partial) else ()
     for edit in edits:
-        if not inspect.isfunction(edit.function):
-            continue
-        variables = inspect.getclosurevars(edit.function)
-        for name, value in (*_closed_over(edit.function), *variables.globals.items()):
-            if isinstance(value, Tensor) and _may_have_gradient(value):
-                raise ValueError(
-                    f"The edit of {edit.name!r} closes over the tensor {name!r}, whose gradient remat would lose: pass "
-                    f"functools.partial(function, {name}={name}) with a function (value, name, {name})."
-                )
+        for name, _ in _lost(edit.function):
+            raise ValueError(
+                f"The edit of {edit.name!r} closes over the tensor {name!r}, whose gradient remat would lose: pass "
+                f"functools.partial(function, {name}={name}) with a function (value, name, {name})."
+            )
+    for name, _ in _lost(block):
+        raise ValueError(
+            f"The function of remat closes over the tensor {name!r}, whose gradient would be lost: pass the tensor "
+            "as an argument."
+        )

@@ -125,22 +125,100 @@ def test_an_edit_that_closes_over_a_differentiated_tensor_is_refused():
     torch.testing.assert_close(grad(by_keyword)(v), grad(by_keyword)(v, None), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["variable", "dict", "inner function", "partial"])
-def test_a_function_that_closes_over_a_differentiated_tensor_is_refused(how):
-    def closing(v):
-        held, inner = {"k": v}, lambda x: x * v
-        functions = {"variable": lambda x: x * v, "dict": lambda x: x * held["k"], "inner function": lambda x: inner(x)}
-        return functions.get(how, functools.partial(lambda y, x: x * v * y, 2))
+class Scaled:
+    """A callable with an attribute, and a method."""
 
-    x, v = torch.ones(3), torch.linspace(0.5, 2, 3)
-    with pytest.raises(ValueError, match=r"The function of remat closes over the tensor '(v|held)', whose gradient"):
-        grad(lambda v: fnmodels.remat(closing(v))(x).sum())(v)
-    with pytest.raises(ValueError, match="closes over the tensor"):
-        fnmodels.remat(closing(v.clone().requires_grad_()))
-    assert torch.equal(fnmodels.remat(closing(v))(x), closing(v)(x))  # a constant
+    def __init__(self, v):
+        self.v = v
+
+    def __call__(self, x):
+        return x * self.v
+
+    def method(self, x):
+        return x * self.v
+
+
+def nested(v):
+    one = lambda x: x * v  # noqa: E731
+    two = lambda x: one(x)  # noqa: E731
+    three = lambda x: two(x)  # noqa: E731
+    four = lambda x: three(x)  # noqa: E731
+    return lambda x: four(x)
+
+
+def filled_later(v):
+    run = fnmodels.remat(lambda x: x * late)
+    late = v
+    return run
+
+
+def in_a_module(v):
+    GLOBAL["v"] = v
+    return lambda x: x * GLOBAL["v"]
+
+
+GLOBAL = {}
+HOLDING = {
+    "variable": lambda v: lambda x: x * v,
+    "dict": lambda v: (lambda held: lambda x: x * held["k"])({"k": v}),
+    "state": lambda v: (lambda held: lambda x: x * held.params["v"])(train.State(torch.zeros(()), {"v": v}, [])),
+    "inner functions": nested,
+    "partial": lambda v: functools.partial(lambda y, x: x * v * y, 2),
+    "default": lambda v: lambda x, v=v: x * v,
+    "keyword's default": lambda v: lambda x, *, v=v: x * v,
+    "object": Scaled,
+    "method": lambda v: Scaled(v).method,
+    "self": lambda v: (lambda self: lambda x: x * self.v)(Scaled(v)),
+    "variable without a value yet": filled_later,
+    "global": in_a_module,
+    "kernel in options": lambda v: functools.partial(lambda x, o: o["kernel"](x), o={"kernel": lambda x: x * v}),
+}
+
+
+@pytest.mark.parametrize("how", HOLDING)
+def test_a_function_that_holds_a_differentiated_tensor_is_refused(how):
+    holding, x, v = HOLDING[how], torch.ones(3), torch.linspace(0.5, 2, 3)
+    refused = r"The function of remat closes over the tensor '(v|held|late|GLOBAL|k|step)', whose gradient"
+    with pytest.raises(ValueError, match=refused):
+        grad(lambda v: fnmodels.remat(holding(v))(x).sum())(v)
+    with pytest.raises(ValueError, match=refused):
+        vmap(lambda v: fnmodels.remat(holding(v))(x))(torch.stack([v, v]))
+    with pytest.raises(ValueError, match=refused):
+        fnmodels.remat(holding(v.clone().requires_grad_()))(x)
+    assert torch.equal(fnmodels.remat(holding(v))(x), x * v * (2 if how == "partial" else 1))  # a constant
+
+
+def test_a_module_and_a_kernel_that_hold_parameters_are_refused():
+    with pytest.raises(ValueError, match="closes over the tensor 'weight'"):
+        fnmodels.remat(torch.nn.Linear(3, 3))(torch.ones(3))
     held = {"v": torch.ones(16, dtype=torch.float64, requires_grad=True)}
     with pytest.raises(ValueError, match=r"'layers\.0\.mlp' closes over the tensor 'held'"):
         loss(p, fnmodels.remat, edits={"layers.*.mlp": lambda value, name: value * held["v"]})
+
+    def scaled(s):
+        def kernel(q, *others, **options):
+            return fnmodels.ops.attention.kernels.math(q * s, *others, **options)
+
+        return loss(p, fnmodels.remat, kernel=kernel)
+
+    with pytest.raises(ValueError, match="The function of remat closes over the tensor 's'"):
+        grad(scaled)(torch.tensor(1.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("how", ["arguments", "keywords", "trees"])
+def test_tensors_of_a_partial_are_arguments(how):
+    def bound(v):
+        if how == "arguments":
+            return functools.partial(lambda v, x: (x * v).sin().sum(), v)
+        if how == "keywords":
+            return functools.partial(lambda x, v: (x * v).sin().sum(), v=v)
+        return functools.partial(lambda held, x: (x * held["a"][0]).sin().sum(), {"a": [v], "n": None})
+
+    x, v = torch.ones(3), torch.linspace(0.5, 2, 3)
+    expected = grad(lambda v: bound(v)(x))(v)
+    torch.testing.assert_close(grad(lambda v: fnmodels.remat(bound(v))(x))(v), expected)
+    per_sample = vmap(grad(lambda v: fnmodels.remat(bound(v))(x)))(torch.stack([v, v]))
+    torch.testing.assert_close(per_sample, torch.stack([expected, expected]))
 
 
 def test_remat_in_compiled_code_is_one_graph():
