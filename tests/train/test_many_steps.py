@@ -32,9 +32,12 @@ def test_many_steps_are_single_ones(graphs, compile):
     assert len(graphs) == (compile == "step")
     split = step.many(init_state(params(), optimizer), [[batch] for batch in BATCHES])  # a list of microbatches each
     assert same_bits(split[0], after)
-    for none in ([], ()):
+    assert same_bits(step.many(init_state(params(), optimizer), iter(BATCHES))[0], after)
+    for none in ([], (), {}):
         with pytest.raises(ValueError, match="at least one batch"):
             step.many(after, none)
+    with pytest.raises(TypeError, match=r"sequence of batches.* not a Tensor"):
+        step.many(after, torch.ones(3))
     with pytest.raises(ValueError, match="one size in dimension 0"):
         step.many(after, {"x": torch.zeros(2, 12, 4), "y": torch.zeros(3, 12, 3)})
 

@@ -151,6 +151,13 @@ def test_a_step_that_is_not_finite_keeps_its_state():
     assert_close((after.params, after.opt_state), (state.params, state.opt_state), rtol=0, atol=0)
 
 
+def test_a_state_of_another_optimizer_is_named():
+    with pytest.raises(ValueError, match="is not of this step's optimizer"):
+        pure_step(loss, train.adamw(0.1))(init_state(params(), train.sgd(0.1)), BATCH)
+    with pytest.raises(TypeError, match="A pure step takes a State"):
+        pure_step(loss, train.adamw(0.1))((params(), {}), BATCH)  # type: ignore[arg-type]
+
+
 def test_what_is_no_optimizer_or_clip_is_named():
     with pytest.raises(TypeError, match=r"must be a train\.Optimizer"):
         pure_step(loss, torch.optim.SGD)  # type: ignore[arg-type]

@@ -2,11 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.ops.torch_compilation import without_guards
@@ -37,17 +38,18 @@ class Step:
     def __call__(self, state: State, batch: Batches) -> tuple[State, Metrics]:
         return self.one(state, batch)
 
-    def many(self, state: State, batches: Entries | Sequence[Batches]) -> tuple[State, Metrics]:
+    def many(self, state: State, batches: Entries | Iterable[Batches]) -> tuple[State, Metrics]:
         """k steps in one call: the State and the bits of k calls.
 
         Args:
             state: of the first step.
-            batches: a sequence of k batches, or a batch whose entries [k, ...] are stacked over the steps.
+            batches: k batches, such as a list of them, or a batch whose entries [k, ...] are stacked over the steps.
 
         Returns:
             (the State after the last step, metrics whose tensors [k, ...] are those of all steps).
 
         Raises:
+            TypeError: for other batches than these.
             ValueError: for no batch, for stacked entries that differ in k, and for metrics that have other shapes than
                 those of the first step. With compile="step" all batches are checked before the first step. Where a
                 later batch raises all the same, an in-place step hands back `state` as it is after the steps before;
@@ -71,7 +73,7 @@ class Step:
         return after, tree.map(lambda *values: torch.stack(values), *metrics)
 
     def _planned(
-        self, state: State, each: Sequence[Batches], batches: Entries | Sequence[Batches]
+        self, state: State, each: Sequence[Batches], batches: Entries | Iterable[Batches]
     ) -> list[PlannedStep]:
         if self.plan is not None:
             return self.plan(state, each, isinstance(batches, Mapping))
@@ -95,9 +97,13 @@ def _check_alike(first: Metrics, other: Metrics, number: int) -> None:
             )
 
 
-def _each(batches: Entries | Sequence[Batches]) -> Sequence[Batches]:
-    if isinstance(batches, Mapping):
-        batches = tree.unstack(dict(batches))
-    if not batches:
+def _each(batches: Entries | Iterable[Batches]) -> Sequence[Batches]:
+    if isinstance(batches, Tensor) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"step.many takes a sequence of batches, or a batch whose entries are stacked over the steps, not a "
+            f"{type(batches).__name__}."
+        )
+    each = (tree.unstack(dict(batches)) if batches else []) if isinstance(batches, Mapping) else list(batches)
+    if not each:
         raise ValueError("step.many takes at least one batch; there are none.")
-    return batches
+    return each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations  # else a compiler that traces `pure_step` evaluates those of `step`
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from train.batch import Entries
 from train.gradients import LossFn, Metrics, checked_loss, valid_count
 from train.optim.base import Optimizer, check_optimizer, clip_factor, global_norm, trainable_mask, with_paths
 from train.state import State
-from train.update import StepOptions, is_finite, rates_of, updated
+from train.update import StepOptions, check_state, is_finite, rates_of, updated
 
 
 def pure_step(
@@ -47,6 +47,8 @@ def pure_step(
     def step(state: State, batch: Entries) -> tuple[State, Metrics]:
         if not isinstance(batch, Mapping):
             raise TypeError(f"A pure step takes one batch, a dict, not a {type(batch).__name__}: join microbatches.")
+        if not isinstance(state, State):
+            raise TypeError(f"A pure step takes a State, as train.init_state makes it, not a {type(state).__name__}.")
         flat = tree.flatten(state.params)
         trains = tree.flatten(trainable_mask(state.params, optimizer.traits.trainable))
 
@@ -64,6 +66,17 @@ def pure_step(
             grads = {path: grad * factor.to(grad.dtype) for path, grad in grads.items()}
         metrics = {"loss": loss, "count": count, "grad_norm": norm, "finite": finite}
         metrics |= rates_of(optimizer, state.opt_state) | ({"aux": aux[0]} if aux else {})
-        return updated(optimizer, state, [grads.get(path) for path in flat], ~finite), metrics
+        return _updated(optimizer, state, [grads.get(path) for path in flat], ~finite), metrics
 
     return step
+
+
+def _updated(optimizer: Optimizer, state: State, grads: Sequence[Tensor | None], skip: Tensor) -> State:
+    """`updated`, with the sentence of `check_state` where the State is of another optimizer."""
+    if torch.compiler.is_compiling():
+        return updated(optimizer, state, grads, skip)
+    try:
+        return updated(optimizer, state, grads, skip)
+    except (KeyError, IndexError, TypeError):
+        check_state(optimizer, state)
+        raise

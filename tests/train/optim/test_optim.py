@@ -256,6 +256,15 @@ def test_an_update_without_parameters_is_refused():
         optimizer.update(gradients(0, params), optimizer.init(params), None)
 
 
+def test_updates_of_other_leaves_or_shapes_are_refused():
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    assert torch.equal(apply_updates(params, {"a": torch.ones(3)})["a"], torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match=r"an update of 'c', and no such leaf"):
+        apply_updates(params, {"c": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"The update of 'a' is \[2, 3\], and the parameter is \[3\]"):
+        apply_updates(params, {"a": torch.ones(2, 3)})
+
+
 def test_nesterov_needs_a_momentum():
     with pytest.raises(ValueError, match="momentum"):
         sgd(1e-3, nesterov=True)
