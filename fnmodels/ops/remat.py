@@ -145,7 +145,7 @@ def _unbound(block: Block) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], d
 
 
 def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """(name of a variable or attribute, tensor) of all that a function or an object reaches.
+    """(name of the variable that holds it, else of an attribute; tensor) of all that a function or an object reaches.
 
     Objects of torch and of the standard library hold no tensors of the caller, modules of torch aside.
     """
@@ -166,11 +166,11 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]
     elif inspect.isfunction(value):
         inside = _variables(value)
     elif isinstance(value, torch.nn.Module):
-        inside = (*value.named_parameters(), *value.named_buffers())
+        inside = ((name or each, entry) for each, entry in (*value.named_parameters(), *value.named_buffers()))
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
         slots = [each for kind in type(value).__mro__ for each in getattr(kind, "__slots__", ())]
-        inside = {each: getattr(value, each, None) for each in slots} | getattr(value, "__dict__", {})
-        inside = inside.items()
+        fields = {each: getattr(value, each, None) for each in slots} | getattr(value, "__dict__", {})
+        inside = ((name or each, entry) for each, entry in fields.items())
     for each, entry in inside:
         yield from _held(entry, each, seen)
 
