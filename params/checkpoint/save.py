@@ -101,7 +101,7 @@ def config_text(config: DecoderConfig, dtype: torch.dtype, declaration: Declarat
         inner = values
         for key in parts:
             inner = inner.setdefault(key, {})
-        inner[last] = json.loads(declaration.text)
+        inner |= {**json.loads(declaration.beside), last: json.loads(declaration.text)}
     return _json(values)
 
 

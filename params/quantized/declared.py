@@ -24,7 +24,14 @@ STATE_LIMIT = 1 << 16  # bytes of a tensor that describes a weight
 
 # Endings of tensors about activations and caches, which weights do not need.
 ACTIVATION_SCALES = (
-    *(".input_scale", ".activation_scale", "_activation_scale", ".input_global_scale", ".input_scale_ub"),
+    *(
+        ".input_scale",
+        ".activation_scale",
+        ".qscale_act",
+        "_activation_scale",
+        ".input_global_scale",
+        ".input_scale_ub",
+    ),
     *(".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_output_scale"),
 )
 
@@ -35,12 +42,14 @@ Located = tuple[TensorFile, TensorEntry]
 class Declaration:
     """The declaration that a checkpoint is quantized: the JSON `text`, at this path of keys in config.json.
 
-    file: that of another file that holds it, "" for config.json.
+    file: that of another file that holds it, "" for config.json. beside: a JSON object of the fields of the config at
+    `keys[:-1]` that say how weights are quantized too.
     """
 
     text: str
     keys: tuple[str, ...] = ()
     file: str = ""
+    beside: str = "{}"
 
 
 UNDECLARED = Declaration("{}")
@@ -116,6 +125,22 @@ class Quantization:
         every = {form for forms in (self.forms, *self.modules.values()) for form in forms}
         named = {part.ending for form in every for part, _, _ in form.parts()}
         return frozenset(named.union(*(form.descriptions for form in every)) - {""})
+
+    @functools.cached_property
+    def code_endings(self) -> frozenset[str]:
+        """Endings of the names of tensors of codes."""
+        return frozenset(form.codes.ending for forms in (self.forms, *self.modules.values()) for form in forms)
+
+    @functools.cached_property
+    def _beside_codes(self) -> tuple[str, ...]:
+        return tuple(self.endings - self.code_endings)
+
+    def is_beside_codes(self, name: str, found: Mapping[str, Located]) -> bool:
+        """Whether it is a part or description of a weight whose codes are another tensor."""
+        if not name.endswith(self._beside_codes):
+            return False
+        stems = [name.removesuffix(ending) for ending in self._beside_codes if name.endswith(ending)]
+        return any(stem + codes != name and stem + codes in found for stem in stems for codes in self.code_endings)
 
     @property
     def summary(self) -> str:

@@ -26,6 +26,11 @@ def powers(raw: Tensor) -> Tensor:
     return raw.view(torch.float8_e8m0fnu).float()
 
 
+def floats_or_powers(raw: Tensor) -> Tensor:
+    """Floating-point numbers, or bytes as `powers` reads them."""
+    return powers(raw) if raw.dtype == torch.uint8 else floats(raw)
+
+
 def e2m1(raw: Tensor) -> Tensor:
     """Bytes [rows, n] -> fp32 [rows, 2 n]: two 4-bit floats (OCP e2m1) each, the lower half first."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], device=raw.device)

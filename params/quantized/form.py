@@ -10,6 +10,7 @@ where codes may be looked up in a table, and scales and zeros may be quantized t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -159,6 +160,11 @@ class Form:
         """Endings of the tensors that a weight may have besides its parts."""
         named = (self.state, *self.beside, *(ending for ending, _ in self.repeated))
         return tuple(ending for ending in named if ending)
+
+    @functools.cached_property
+    def needed(self) -> tuple[str, ...]:
+        """Endings of the tensors that every weight has."""
+        return tuple(part.ending for part, _, _ in self.parts() if part.needed) + (self.state,) * bool(self.state)
 
     def parts(self) -> Iterator[tuple[Part, tuple[Axis, ...], tuple[Axis, ...]]]:
         """Each part with the axes that lead from the weight's rows and columns to its entries."""

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 import torch
 
-from .decode import PackedIntegers, Slabs, e2m1, powers, same
+from .decode import PackedIntegers, Slabs, e2m1, floats_or_powers, powers, same
 from .form import ALL, EACH, INDICES, SCALES, Axis, Form, Part
 
 FP8 = (torch.float8_e4m3fn,)
@@ -63,6 +63,20 @@ def fp8_column(scale: str) -> Form:
 def fp8_blocks(scale: str, block: tuple[int, int]) -> Form:
     """One scale for each block, the last of which may be smaller."""
     return fp8("fp8 in blocks", scale, Axis(block[0]), Axis(block[1]))
+
+
+def in_module(form: Form, scale: str) -> Form:
+    """The same with scales X.scale, in place of X.weight_scale; scale: their name within the module."""
+    assert isinstance(form.scales, Part)
+    codes, scales = replace(form.codes, ending="weight"), replace(form.scales, ending=scale)
+    return replace(form, codes=codes, scales=scales, weight="weight")
+
+
+def ue8m0(form: Form) -> Form:
+    """The same with scales that may be the bytes of powers of two, in a dtype of bytes."""
+    assert isinstance(form.scales, Part)
+    dtypes = tuple(dict.fromkeys((*form.scales.dtypes, *BYTES)))
+    return replace(form, scales=replace(form.scales, dtypes=dtypes, decode=floats_or_powers))
 
 
 def mxfp8(scale: str) -> Form:

@@ -42,7 +42,10 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
     is not read, ConfigError for what cannot be, both with the name of the file.
     """
     if places := list(_places(values)):
-        declared = [read_method(inner, f"config.json, {', '.join(keys)}", values) for inner, keys in places]
+        declared = [
+            read_method(inner, f"config.json, {', '.join(keys)}", values, _beside(values, keys))
+            for inner, keys in places
+        ]
         first = declared[0]
         for other, (_, keys) in zip(declared, places, strict=True):
             if (other.method, other.forms, other.modules) != (first.method, first.forms, first.modules):
@@ -50,7 +53,8 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
                     f"config.json: {', '.join(places[0][1])} and {', '.join(keys)} disagree: {first.method} and "
                     f"{other.method}, or their settings; one of them is to be removed."
                 )
-        return replace(first, declaration=_declaration(*places[0]))
+        inner, keys = places[0]
+        return replace(first, declaration=_declaration(inner, keys, beside=_beside(values, keys)))
     if folder is not None and os.path.lexists(folder / HF_QUANT):
         content = read_json(folder / HF_QUANT)
         if not isinstance(content, dict):
@@ -60,8 +64,17 @@ def read_quantization(values: Mapping[str, Any], folder: Path | None = None) -> 
     return None
 
 
-def _declaration(content: Any, keys: tuple[str, ...], file: str = "") -> Declaration:
-    return Declaration(json.dumps(content, sort_keys=True), keys, file)
+def _declaration(
+    content: Any, keys: tuple[str, ...], file: str = "", beside: Mapping[str, Any] | None = None
+) -> Declaration:
+    return Declaration(json.dumps(content, sort_keys=True), keys, file, json.dumps(beside or {}, sort_keys=True))
+
+
+def _beside(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    """The settings of a quantization that stand beside it, in the same config: DeepSeek V4's `expert_dtype`."""
+    for key in keys[:-1]:
+        values = values[key]
+    return {name: values[name] for name in ("expert_dtype",) if values.get(name) is not None}
 
 
 def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
@@ -73,10 +86,18 @@ def _places(values: Mapping[str, Any]) -> Iterator[tuple[Any, tuple[str, ...]]]:
                 yield config[name], (*keys, name)
 
 
-def read_method(value: Any, where: str, values: Mapping[str, Any]) -> Quantization:
-    """The `Quantization` of a quantization_config; `where` names the file, `values` are those of config.json."""
+def read_method(
+    value: Any, where: str, values: Mapping[str, Any], beside: Mapping[str, Any] | None = None
+) -> Quantization:
+    """The `Quantization` of a quantization_config; `where` names the file, `values` are those of config.json.
+
+    beside: settings that may stand beside it; those of the same name in it come first, as in transformers.
+    """
     inner = Fields(value, where)
     name = _name(inner)
+    if beside and name == "fp8":
+        inner = Fields({**beside, **value}, where)
+        inner.take("quant_method", None)
     if name in REFUSED:
         raise UnsupportedError(f"{where}: 'quant_method' is {shown(name)}, {REFUSED[name]}.")
     if name not in METHODS:
@@ -123,7 +144,7 @@ def _fp8(inner: Fields, method: str) -> Quantization:
     blocks = [128, 128] if "weight_block_size" not in inner.values else block_size
     scheme = inner.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     inner.expect("fmt", "e4m3", "float8_e4m3fn")  # MiniMax's files have the second name
-    inner.expect("scale_fmt", "float", "ue8m0")  # ue8m0: powers of two
+    powers_of_two = inner.choice("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
     experts = inner.choice("expert_dtype", ("fp8", "fp4"), "fp8")
     inner.expect("is_checkpoint_fp8_serialized", True)
     inner.finish(ignored=(*MODULES, "kv_cache_scheme", "quantization_skip_layers", "kv_cache_quant_algo"))
@@ -136,14 +157,25 @@ def _fp8(inner: Fields, method: str) -> Quantization:
                 f"{inner.where}: 'weight_block_size' is {shown(blocks)}, but must be two sizes, [128, 128]."
             )
     named = block_size is not None
-    fp8_forms: list[Form] = []
-    for scale in ("_scale_inv", "_scale"):
+
+    def forms_of(scale: str) -> Iterator[Form]:
         # By tensor comes first: one scale for a small weight would be one block too, which no mesh may cut.
-        fp8_forms += [] if named else [forms.fp8_tensor(scale), forms.fp8_channel(scale)]
-        fp8_forms += [forms.fp8_blocks(scale, (blocks[0], blocks[1]))] if blocks is not None else []
-        fp8_forms += [forms.mxfp8(scale)] if method == "mxfp8" else []
-    if experts == "fp4":
-        fp8_forms += [forms.mxfp4("", scale) for scale in ("_scale_inv", "_scale")]
+        if not named:
+            yield from (forms.fp8_tensor(scale), forms.fp8_channel(scale))
+        if blocks is not None:
+            yield forms.fp8_blocks(scale, (blocks[0], blocks[1]))
+        if method == "mxfp8":
+            yield forms.mxfp8(scale)
+        if experts == "fp4":
+            yield forms.mxfp4("", scale)
+        if named:  # tables of embeddings, beside blocks
+            yield forms.fp8_tensor(scale)
+
+    fp8_forms = [form for scale in ("_scale_inv", "_scale") for form in forms_of(scale)]
+    # DeepSeek V4's and Mistral's own names
+    fp8_forms += [forms.in_module(form, scale) for scale in ("scale", "qscale_weight") for form in forms_of("")]
+    if powers_of_two:
+        fp8_forms = [forms.ue8m0(form) for form in fp8_forms]
     return Quantization(method, tuple(fp8_forms), activations=f"fp8, {scheme}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, 
 
 from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
+from .forms import FP8
 
 WORDS = (torch.bfloat16, torch.float16, torch.float32)  # that files may hold codes of bytes in
 _DESCRIPTION = 64  # integers of a tensor that says again what the form is; the longest one is the name of a packing
@@ -63,16 +65,20 @@ Found = dict[str, tuple[TensorFile, TensorEntry | QuantizedWeight]]
 
 def pair(found: Mapping[str, Located], quantization: Quantization, buffer: Tensor) -> tuple[Found, list[str]]:
     """(`found` with the tensors of each quantized weight as one `QuantizedWeight`, what is wrong with them)."""
-    found = _as_bytes(found, quantization)
+    found = _with_scales_of_shards(_as_bytes(found, quantization))
     paired: Found = {**found}
     faults: list[str] = []
     for name in found:
         if name.endswith(quantization.ignored):
             paired.pop(name, None)
     for name, (file, entry) in found.items():
+        if quantization.is_beside_codes(name, found):
+            continue
+        each = list(quantization.candidates(name, found, buffer))
+        complete = [described for described in each if _has_all(described, name, found)]
         candidates = [
             attempt
-            for described in quantization.candidates(name, found, buffer)
+            for described in complete or each
             if (attempt := _attempt(name, entry, described, found, quantization, buffer)) is not None
         ]
         if not candidates:
@@ -109,6 +115,23 @@ def _as_bytes(found: Mapping[str, Located], quantization: Quantization) -> dict[
     return out
 
 
+_SHARD = re.compile(r"\.shard_\d+\.(?=weight$)")
+
+
+def _with_scales_of_shards(found: dict[str, Located]) -> dict[str, Located]:
+    """`found` with the scale of a table, X.weight_scale, as that of each of the tensors X.shard_0.weight to the last.
+
+    Qwen's tables of n-grams are such: fp8 with one scale for all shards.
+    """
+    out = dict(found)
+    for name, (_, entry) in found.items():
+        table = _SHARD.sub(".", name) + "_scale"
+        if entry.dtype in FP8 and table in found and _SHARD.search(name):
+            out[f"{name}_scale"] = found[table]
+            out.pop(table, None)
+    return out
+
+
 def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:
     """Whether `name` is a bias that nobody reads, and all zeros.
 
@@ -122,6 +145,13 @@ def is_zero_bias(found: Found, name: str, buffer: Tensor) -> bool:
     if last != "bias" or not isinstance(weight, QuantizedWeight) or isinstance(entry, QuantizedWeight):
         return False
     return entry.shape == weight.shape[:1] and not read_tensor(file, entry, None, buffer).any()
+
+
+def _has_all(described: Described, name: str, found: Mapping[str, Located]) -> bool:
+    """Whether the files have all tensors that a weight of this form needs, whose codes are `name`."""
+    form, numbers = described.form, dict(described.numbers)
+    stem = name.removesuffix(form.codes.ending)
+    return all(stem + ending in found or ending in numbers for ending in form.needed)
 
 
 def _attempt(
@@ -138,9 +168,9 @@ def _attempt(
     codes, stem = form.codes, name.removesuffix(form.codes.ending)
     if (form.weight and not stem.endswith(".")) or (len(entry.shape) < 2 and not form.width):
         return None
-    others = quantization.endings - {codes.ending}
+    others = quantization.code_endings - {codes.ending, ""}
     if any(name.endswith(ending) and name.removesuffix(ending) + codes.ending in located for ending in others):
-        return None  # it is another part of a weight
+        return None  # they are the codes of another form
     where = f"{name!r} in {located[name][0].path.name}"
     size = _canonical(entry.shape, codes)
     if shape is None:

@@ -176,7 +176,8 @@ class Config(ngrams.NgramConfig):
 
 _INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 # without effect: of n-grams where no layer has tables, and number_of_conv_states of transformers' caches
-_IGNORED = (*ngrams.FIELDS, "mamba_ssm_dtype", "number_of_conv_states")
+# of tables in fp8 files: a dtype that their tensors say
+_IGNORED = (*ngrams.FIELDS, "mamba_ssm_dtype", "number_of_conv_states", "ple_embedding_dtype")
 
 
 def _heads_of(fields: Fields, theta: float) -> int:

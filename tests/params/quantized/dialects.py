@@ -75,6 +75,12 @@ def fp8_ue8m0() -> Made:
     return {"weight": codes, "weight_scale_inv": powers.view(torch.float8_e8m0fnu)}, wanted
 
 
+def fp8_bytes() -> Made:
+    """Inkling 2's blocks of 1 x 32, whose powers of two are in a dtype of bytes."""
+    codes, powers = (draw(*SHAPE) * 30).to(torch.float8_e4m3fn), e8m0(1, 32)
+    return {"weight": codes, "weight_scale": powers}, codes.float() * spread(2.0 ** (powers.double() - 127), 1, 32)
+
+
 def mxfp8() -> Made:
     codes, powers = (draw(*SHAPE) * 30).to(torch.float8_e4m3fn), e8m0(1, 32)
     return {"weight": codes, "weight_scale_inv": powers}, codes.float() * spread(2.0 ** (powers.double() - 127), 1, 32)
@@ -180,6 +186,11 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect("fp8 in blocks (DeepSeek V3, Qwen 3)", BLOCKS, fp8("weight_scale_inv", 32, 32, (2, 3))),
     Dialect("fp8 in blocks, ue8m0 scales", BLOCKS | {"scale_fmt": "ue8m0"}, fp8_ue8m0),
     Dialect(
+        "fp8 in blocks, ue8m0 scales in bytes (Inkling 2)",
+        FP8 | {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"},
+        fp8_bytes,
+    ),
+    Dialect(
         "fp8 by tensor, static (Mistral's instruct files)",
         STATIC,
         fp8("weight_scale_inv", 64, 96, (), activation_scale=_ACTIVATION),
@@ -198,7 +209,7 @@ DIALECTS: tuple[Dialect, ...] = (
     Dialect(
         "fp8 in blocks with fp4 experts (DeepSeek V4)",
         BLOCKS | {"expert_dtype": "fp4"},
-        fp4("weight", "weight_scale_inv", torch.int8),
+        fp4("weight", "scale", torch.int8),
     ),
     Dialect("mxfp8", {"quant_method": "mxfp8"}, mxfp8),
     Dialect(
