@@ -24,7 +24,8 @@ class Published:
     """A model of a tiny config.json whose tensors are quantized where a pattern fits their names.
 
     values: of config.json without its quantization, declared: with which fields. forms: {pattern of the module's name:
-    how its weight is stored, None: as it is}, of which the first that fits counts. kept: patterns of leaves that stay as stored.
+    how its weight is stored, None: as it is}, of which the first that fits counts. kept: patterns of leaves that
+    stay as stored.
     """
 
     values: Values
@@ -135,7 +136,7 @@ PUBLISHED: dict[str, Published] = {
         {"model_type": "minimax_m3_vl", "text_config": _M3},
         {"quantization_config": _MXFP8 | {"ignored_layers": ["lm_head", "model.embed_tokens"]}},
         {
-            r".*\.(layers\.0\.mlp|\d+|shared_experts|self_attn)\.(\w+_proj|w[123])\.weight": fp8(
+            r".*\.(layers\.\d+\.mlp|\d+|shared_experts|self_attn)\.(\w+_proj|w[123])\.weight": fp8(
                 (1, 32), "weight", "weight_scale_inv", _BYTES
             )
         },

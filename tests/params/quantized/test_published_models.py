@@ -62,7 +62,7 @@ def test_published_model_kept_is_the_file_again(name: str, tmp_path: Path) -> No
     P.save_pretrained(tmp_path / "kept", config, kept)
     back = load_file(tmp_path / "kept" / FILE)
     for key, tensor in back.items():
-        if key in wanted and key not in tensors or (key in wanted and tensor.dtype != tensors[key].dtype):
+        if (key in wanted and key not in tensors) or (key in wanted and tensor.dtype != tensors[key].dtype):
             assert torch.equal(tensor, wanted[key]), key
         else:
             assert torch.equal(tensor.view(torch.uint8), tensors[key].to(tensor.dtype).view(torch.uint8)), key
