@@ -66,6 +66,25 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return rms_norm_fp32_weight(x, 1 + upcast(weight), eps=eps)
 
 
+def rms_norm_offset(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """`rms_norm_zero_centered`, but 1 + weight is rounded to the weight's dtype before it multiplies (Muse Spark)."""
+    offset = 1 + weight
+    if watch := watched(x, weight, eps):
+        return watch[1](watch[2], (watch[0] * upcast(offset)).to(x.dtype))
+    return rms_norm_fp32_weight(x, offset, eps=eps)
+
+
+def rms_norm_scaled_input(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """y / rms(y) over the last dimension, of y = x * (1 + weight), which has x's dtype (Muse Spark).
+
+    A weight of equal entries changes nothing but what `eps` does.
+    """
+    scaled = (upcast(x) * upcast(1 + weight)).to(x.dtype)
+    if watch := watched(scaled, weight, eps):
+        return watch[1](watch[2], watch[0].to(x.dtype))
+    return rms_norm(scaled, None, eps=eps)
+
+
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, zero_centered: bool = False
 ) -> Tensor:

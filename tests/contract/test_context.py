@@ -275,6 +275,8 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
     """
     if field_of(case.config, "residual_streams"):
         pytest.skip("Sublayers add to each stream by its own weight: tests/fnmodels/ops/test_hyper.py.")
+    if case.family == "muse_spark":
+        pytest.skip("A gate weighs the stream and what joins it: tests/fnmodels/models/test_muse_spark.py.")
     if case.family == "inkling2":
         pytest.skip("Sublayers add to the state of a block, which begins anew: tests/fnmodels/models/test_inkling2.py.")
     batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)

@@ -19,6 +19,7 @@ from fnmodels.models.common.family import LayerKind, field_of
 from fnmodels.ops import norm
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, clamped_swiglu, limited_glu
+from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.recurrent.token_shift import token_shift
 from tests.support.cases import (
@@ -39,6 +40,7 @@ from tests.support.cases import (
 ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "roformer", "nomic_bert")
+NO_SUMS += ("muse_spark",)  # a gate weighs the stream and what joins it
 READ_MORE = ("zamba2", "inkling2")  # norms read the embedding, what a block has left, or states of blocks
 # Sublayers read states of blocks, and a convolution follows each: tests/fnmodels/models/test_inkling2.py.
 DEEP = ("inkling2",)
@@ -54,6 +56,8 @@ GATED = (
     "hrm_text",
     "step3p5",
     "inkling2",
+    "muse_glimmer",
+    "muse_spark",
 )  # the output of attention is multiplied by a gate before it is projected
 
 every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
@@ -172,18 +176,24 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
             assert off(tap["mlp"], out) < 1e-5, index
 
 
-def mixtures_of(case: Case) -> list[tuple[dict[str, Any], Tensor, Tensor, Any, bool]]:
-    """(weights, input of the router, that of the experts, activation, whether weights scale it) of each mixture."""
+def mixtures_of(case: Case) -> list[tuple[dict[str, Any], Tensor, Tensor, Any, bool, Any]]:
+    """(weights, input of the router, that of the experts, activation, whether weights scale it, what each output
+    passes) of each mixture."""
     found: list[Any] = []
+    finishes: dict[str, Any] = {}
     inner = context.moe
 
     def record(layer: Any, x: Any, route: Any, **how: Any) -> Any:
         read, own = x if isinstance(x, tuple) else (x, x)
         act = how["act"][0] if isinstance(how["act"], tuple) else how["act"]  # beside that of the shared expert
-        found.append((layer, read, own, act, how["experts"].keywords["input_weighted"]))
+        found.append((layer, read, own, act, how["experts"].keywords["input_weighted"], finishes.pop("", None)))
         return inner(layer, x, route, **how)
 
-    with mock.patch.object(context, "moe", record):
+    def note(experts: Any, finish: Any) -> Any:
+        finishes[""] = finish
+        return with_each_output(experts, finish)
+
+    with mock.patch.object(context, "moe", record), mock.patch.object(context, "with_each_output", note):
         batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math")
     return found
 
@@ -191,7 +201,9 @@ def mixtures_of(case: Case) -> list[tuple[dict[str, Any], Tensor, Tensor, Any, b
 def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
     """The router's logits, and the sum of the chosen experts by their weights, in a loop over the tokens."""
     config, valid = case.config, batch_of(case.config, ROWS).valid
-    for index, (layer, read, x, act, scales_inputs) in zip(sparse_layers(config), mixtures_of(case), strict=True):
+    for index, (layer, read, x, act, scales_inputs, finish) in zip(
+        sparse_layers(config), mixtures_of(case), strict=True
+    ):
         tap = {name: tapped[f"layers.{index}.{name}"] for name in _within(list(tapped), index)}
         chosen, weights, logits = tap["expert_indices"][valid], tap["expert_weights"][valid], tap["router_logits"]
         assert chosen.shape[-1] == weights.shape[-1] == config.num_experts_per_tok
@@ -210,6 +222,7 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
                 scaled = token * share if scales_inputs else token
                 pre = [F.linear(scaled, one[f"{name}_proj"], one.get(f"{name}_bias")) for name in inputs]
                 y = F.linear(act(*pre), one["down_proj"], one.get("down_bias"))
+                y = y if finish is None else finish(y[None])[0]
                 total = total + (y if scales_inputs else y * share)
             rows.append(total)
         wanted = torch.stack(rows)
@@ -248,7 +261,9 @@ def check_norms(case: Case, tapped: dict[str, Tensor]) -> None:
     for name, (x, weight, eps) in norms_of(case).items():
         assert off(tapped[f"{name}.scale"], torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)) < 1e-5, name
         normed = x * tapped[f"{name}.scale"]
-        rest = [tapped[name] - normed * by for by in (weight, 1 + weight)]
+        # some multiply by 1 + weight before the scale is taken, so what the norm is given is multiplied already
+        before = case.family == "muse_spark" and name.endswith("post_feedforward_layernorm")
+        rest = [tapped[name] - normed * by for by in ((weight, 1 + weight) if not before else (1,))]
         if f"{name.replace('final.norm', 'norm')}_bias" in biases:
             rest = [one - one[(0,) * (one.ndim - 1)] for one in rest]  # the same for all tokens
         assert min(float(one.abs().max()) for one in rest) < 1e-5 * max(1.0, float(tapped[name].abs().max())), name
@@ -342,6 +357,7 @@ NORMS = {  # of layers, by a variant that has them
     "gemma2": _AROUND,
     "qwen3_next": ("attention.norm",),
     "jamba": ("attention.step_norm", "attention.b_norm", "attention.c_norm"),
+    "muse_spark_text": ("mlp.pre_expert_norm",),
     "glm4": ("post_self_attn_layernorm", "post_mlp_layernorm"),
     "gemma4_text_e": ("post_per_layer_input_norm",),
     "inkling2": tuple(f"{name}_input_layernorm" for name in "qkv"),

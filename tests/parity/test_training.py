@@ -32,10 +32,10 @@ def _model(case: Case) -> Any:
 
 def _is_exact(case: Case) -> bool:
     """Whether training is compared in float64: of models with several residual streams, see test_moe_gradients, of
-    those that run layers several times, and of those that choose blocks of keys, where a rounding changes the choice.
+    those that run layers several times, and of those where a rounding changes the choice of blocks of keys or experts.
     """
     several = field_of(case.config, "residual_streams") or field_of(case.config, "passes")
-    return bool(several) or case.family == "minimax_m3"
+    return bool(several) or case.family in ("minimax_m3", "muse_spark")
 
 
 def _reference(case: Case, model: Any, batches: list[Batch]) -> list[float]:

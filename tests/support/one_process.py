@@ -67,6 +67,7 @@ SEQUENTIAL = {
     "gemma4_e": "gemma4_text_e",
     "gemma4_moe": "gemma4_text_moe",
 }
+NORMED = {"muse_spark": "muse_spark_text"}  # what each expert returns
 STREAMS = {"deepseek_v4": "deepseek_v4"}
 GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by kernel="sparse"
 BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
@@ -86,7 +87,7 @@ TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
 CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa", "dense pools": "qwen4_exp", "sparse pools": "glm5_next"}
 CHOOSING |= {"sparse blocks": "minimax_m3", "sparse windows": "deepseek_v4"}
 NAMED = MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | DEPTH | WHOLE | TAUGHT | CHOOSING
-NAMED |= HEADS
+NAMED |= HEADS | NORMED
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}
 OPTIONS: dict[str, dict[str, Any]] = {name: {"balance_rate": 0.01} for name in ("deepseek", "mtp", "policy", *TAUGHT)}
 TERMS: dict[str, dict[str, Any]] = {

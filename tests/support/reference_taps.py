@@ -91,7 +91,8 @@ class Site:
 
             def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
                 found = linear(x, weight, bias)
-                return change(found) if weight.data_ptr() == self.module.weight.data_ptr() else found
+                own = weight.data_ptr() == self.module.weight.data_ptr()
+                return change(found * self.factor) / self.factor if own else found
 
             with mock.patch.object(nn.functional, "linear", product):
                 return inner(*args, **kwargs)
@@ -221,7 +222,7 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
             found["expert_weights"] = Site(module, "weights")
             found.setdefault("experts", Site(module, "output"))
         elif sparse and (last in ROUTERS or path in ROUTERS) and hasattr(module, "weight"):
-            found["router_logits"] = Site(module, "product")
+            found["router_logits"] = Site(module, "product", getattr(module, "output_multiplier", 1.0))
     return found
 
 

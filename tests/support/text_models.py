@@ -15,6 +15,7 @@ from transformers.models.glm5_next import configuration_glm5_next, modeling_glm5
 from transformers.models.hy_v4_vl import configuration_hy_v4_vl, modeling_hy_v4_vl
 from transformers.models.mistral_large4 import configuration_mistral_large4, modeling_mistral_large4
 from transformers.models.muse_glimmer import configuration_muse_glimmer, modeling_muse_glimmer
+from transformers.models.muse_spark import configuration_muse_spark, modeling_muse_spark
 from transformers.models.step3p7 import configuration_step3p7, modeling_step3p7
 
 
@@ -39,6 +40,21 @@ class MuseGlimmerForCausalLM(modeling_muse_glimmer.MuseGlimmerPreTrainedModel, G
         size = self.config.vocab_size
         loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=size)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=None, hidden_states=out.hidden_states)
+
+
+class MuseSparkForCausalLM(modeling_muse_spark.MuseSparkPreTrainedModel, GenerationMixin):
+    """Muse Spark's text with the head of the whole model."""
+
+    config_class = configuration_muse_spark.MuseSparkTextConfig
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = modeling_muse_spark.MuseSparkTextModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    forward = MuseGlimmerForCausalLM.forward
 
 
 class MistralLarge4ForCausalLM(modeling_mistral_large4.MistralLarge4PreTrainedModel, GenerationMixin):
@@ -131,8 +147,8 @@ class HYV4VLForCausalLM(modeling_hy_v4_vl.HYV4VLPreTrainedModel, GenerationMixin
 
 def register() -> None:
     """Makes `AutoModelForCausalLM` know them, and transformers the names in files of Step 3.5 and Mistral Large 4."""
-    hy4 = HYV4VLForCausalLM
-    for model in (MuseGlimmerForCausalLM, Step3p5ForCausalLM, MistralLarge4ForCausalLM, Glm5NextForCausalLM, hy4):
+    muse: tuple[Any, ...] = (MuseGlimmerForCausalLM, MuseSparkForCausalLM)
+    for model in (*muse, Step3p5ForCausalLM, MistralLarge4ForCausalLM, Glm5NextForCausalLM, HYV4VLForCausalLM):
         AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
     names = get_checkpoint_conversion_mapping("step3p7")
     of_layers = [one for one in names if not one.source_patterns[0].startswith("^")]  # without prefixes of the wrapper

@@ -43,6 +43,7 @@ from fnmodels.ops.mla import (
 )
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.choice import choose_experts
+from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.experts import is_stored
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.identities import with_identities
@@ -326,13 +327,14 @@ class Context(ChoiceHooks):
         dtypes: RouterDtypes,
         input_weighted: bool = False,
         identities: int = 0,
+        finish: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
         x: may be a pair, what the router reads and what the experts do.
         act: a function (gate, up) -> inner, the name of an activation for `glu`, or a pair of functions, that of the
         experts and that of the shared one. input_weighted: scale the experts' inputs, not their outputs. identities: so
-        many of the router's experts, the last ones, return their input.
+        many of the router's experts, the last ones, return their input. finish: of `with_each_output`.
         Token counts and router logits are always in aux; the chosen experts and their weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
@@ -344,6 +346,7 @@ class Context(ChoiceHooks):
         layer = layer | {"experts": stacks}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         run = with_identities(run, len(layer["router"]) - identities) if identities else run
+        run = with_each_output(run, finish) if finish else run
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
         y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes, tap=self.tap)

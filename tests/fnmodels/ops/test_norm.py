@@ -11,7 +11,14 @@ from torch.func import grad, jvp
 
 from fnmodels.ops.cpu.norm import _LayerNorm
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.norm import layer_norm, rms_norm, rms_norm_fp32_weight, rms_norm_zero_centered
+from fnmodels.ops.norm import (
+    layer_norm,
+    rms_norm,
+    rms_norm_fp32_weight,
+    rms_norm_offset,
+    rms_norm_scaled_input,
+    rms_norm_zero_centered,
+)
 
 EPS = 1e-2
 torch.manual_seed(0)
@@ -31,6 +38,8 @@ def test_formulas(dtype: torch.dtype) -> None:
         (rms_norm(x, None, eps=EPS), unit(x)),
         (rms_norm_fp32_weight(x, w, eps=EPS), unit(x) * w),
         (rms_norm_zero_centered(x, w, eps=EPS), unit(x) * (1 + w)),
+        (rms_norm_offset(x, w, eps=EPS), unit(x) * (1 + w)),
+        (rms_norm_scaled_input(x, w, eps=EPS), unit(x * (1 + w))),
         (layer_norm(x, w, b, eps=EPS), unit(centered) * w + b),
         (layer_norm(x, None, None, eps=EPS), unit(centered)),
     ]

@@ -35,6 +35,7 @@ WRAPPERS = {
     "minicpmv4_6": "qwen3_5_text",
     "minicpmv4_7": "qwen3_5_text",
     "moss_transcribe_diarize": "qwen3",
+    "muse_spark": "muse_spark_text",
     "musicflamingo": "qwen2",
     "nemotron_h_omni": "nemotron_h",
     "omniasr": "llama",
@@ -102,6 +103,10 @@ def _config(wrapper: str) -> Any:
     config.text_config = AutoConfig.for_model(**values)
     if wrapper == "fun_asr_nano":
         config.adaptor_config.intermediate_size = values["hidden_size"] // 4
+    if wrapper == "muse_spark":
+        config.out_hidden_size = 4 * config.vision_config.hidden_size  # of a cell of 2 x 2 patches
+        sizes: dict[str, Any] = {"patch_sizes": [4], "hidden_sizes": [16], "depths": [1], "num_hidden_layers": 1}
+        config.audio_config = AutoConfig.for_model("muse_spark_audio", out_hidden_size=values["hidden_size"], **sizes)
     return config
 
 

@@ -17,6 +17,7 @@ from tests.support.one_process import (
     GATHERED,
     HYBRIDS,
     NAMED,
+    NORMED,
     SEQUENTIAL,
     config_of,
     error,
@@ -36,7 +37,7 @@ from train.parallel.pipeline import staged_loss
 from train.parallel.tensor import leaf_wrappers
 
 LIMIT = 1e-5
-FAMILIES = (*HYBRIDS, *SEQUENTIAL)
+FAMILIES = (*HYBRIDS, *SEQUENTIAL, *NORMED)
 # {mesh: the step's options}
 ALONE: dict[str, dict[str, Any]] = {
     "fsdp=2": {"remat": "full"},
