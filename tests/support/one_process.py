@@ -110,6 +110,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8},
     "qwen3_next": {"num_experts": 8},
     "lfm2": {},
+    "muse_spark": {"rms_norm_eps": 0.5, "post_norm_eps": 1.0},  # with less, rounding alone makes 2e-5 of a gradient
     "batch": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1},
     "length": {},
     "mtp": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 2},

@@ -93,7 +93,7 @@ def _turning(fields: Fields, default: list[bool], theta: float) -> list[bool]:
     return [t != 0 for t in thetas]
 
 
-def attention_leaves(config: MuseConfig) -> dict[str, Leaf]:
+def attention_leaves(config: Any) -> dict[str, Leaf]:
     """The parameters of attention: the usual ones, and a gate for each element of the heads."""
     D, H, biased = config.hidden_size, config.head_dim, config.attention_bias
     gates = (config.num_attention_heads * H, D)
