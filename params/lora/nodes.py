@@ -263,6 +263,9 @@ class Replaced:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, other: Any) -> Tensor:
+        return torch.div(self.value, other)
+
     def __neg__(self) -> Tensor:
         return torch.neg(self.value)
 

@@ -45,6 +45,7 @@ TEXTS = {
     "gemma3n": "gemma3n",
     "minimax_m3_vl": "minimax_m3",
     "mistral_large4": "mistral_large4",
+    "muse_spark": "muse_spark",
     "qwen4_exp": "qwen4_exp",
 }
 # Runs in the release, with {label: config.json} as its input: argument 1 are the versions to state, 2 is `REPLACED`.

@@ -44,7 +44,7 @@ from fnmodels.ops.mla import (
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.ops.moe.each_output import with_each_output
-from fnmodels.ops.moe.experts import is_stored
+from fnmodels.ops.moe.experts import with_merged_adapters
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.identities import with_identities
 from fnmodels.ops.moe.layer import KEPT, Route, moe
@@ -339,11 +339,7 @@ class Context(ChoiceHooks):
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
-        # a weight with an adapter (params.lora) has the method: experts have no product of it, but by `stored_experts`
-        stacks = {
-            name: w.merged() if hasattr(w, "merged") and not is_stored(w) else w for name, w in layer["experts"].items()
-        }
-        layer = layer | {"experts": stacks}
+        layer = layer | {"experts": with_merged_adapters(layer["experts"])}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         run = with_identities(run, len(layer["router"]) - identities) if identities else run
         run = with_each_output(run, finish) if finish else run

@@ -48,6 +48,14 @@ def is_stored(weight: Any) -> bool:
     return hasattr(weight, "dequantized") or hasattr(getattr(weight, "weight", None), "dequantized")
 
 
+def with_merged_adapters(experts: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of experts, those with an adapter (`params.lora`) merged, for no product but `stored_experts` has one.
+
+    Stored leaves keep their adapters.
+    """
+    return {name: w.merged() if hasattr(w, "merged") and not is_stored(w) else w for name, w in experts.items()}
+
+
 def loop_experts(
     experts: Mapping[str, Tensor],
     x: Tensor,
