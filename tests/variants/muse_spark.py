@@ -23,7 +23,7 @@ TINY: dict[str, Any] = {
     "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
     "residual_gate_temperature": 0.7,
     "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-1,  # with 1e-2 fp32 gradients are off by more than 1e-5
+    "rms_norm_eps": 1e-1,  # with 1e-2 gradients of a compiled block are off by 1.8e-4 in fp32, by 8e-14 in fp64
     "post_norm_eps": 3e-1,
     "sliding_window": 6,
     "qk_scale_factor": 1.7,
