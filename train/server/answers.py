@@ -215,6 +215,11 @@ def _failed(error: Exception) -> ApiError:
     return ApiError(500, f"The model could not answer: {type(error).__name__}: {error}")
 
 
+def failure(error: ApiError) -> str:
+    """The last events of a stream that ends with an error."""
+    return f"data: {json.dumps(error.content)}\n\n{DONE}"
+
+
 class Answer:
     """The answer to a request, in the form of its route.
 
@@ -258,7 +263,8 @@ class Answer:
             if self._asked.usage:
                 yield self._event({"choices": [], "usage": self._usage()})
         except ApiError as error:
-            yield f"data: {json.dumps(error.content)}\n\n"
+            yield failure(error)
+            return
         yield DONE
 
     def _event(self, content: dict[str, Any]) -> str:

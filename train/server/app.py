@@ -18,9 +18,9 @@ from starlette.routing import Route
 from fnmodels.options import Kernel
 
 from . import chat, completions
-from .answers import Answer, Asked, Call, ClientLeftError, Form
+from .answers import Answer, Asked, Call, ClientLeftError, Form, failure
 from .body import Body, parsed
-from .errors import ApiError
+from .errors import ApiError, stopped
 from .grammar import Grammars
 from .guard import Guard, Message, Receive, Send, error_response, read_body
 from .metrics import Metrics
@@ -93,6 +93,10 @@ class Service:
         finally:
             await asyncio.to_thread(self._worker.stop)
             self.texts.shutdown()
+
+    def drain(self) -> None:
+        """Takes no more requests, and answers those that wait: the server is stopping."""
+        self.worker.drain()
 
     def _deliver(self, ready: list[tuple[Ticket, Any]]) -> None:
         """Hands a step's events to the server's thread, in one call."""
@@ -167,6 +171,8 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
         except (ClientLeftError, OSError):
             pass  # there is nobody to tell
+        except asyncio.CancelledError:  # the server stops, and the time for its answers is over
+            await send({"type": "http.response.body", "body": failure(stopped()).encode()})
         finally:
             self._watch.cancel()
             await self._events.aclose()

@@ -60,7 +60,8 @@ def background(
     """
     service = Service(load(folder, name), limits or Limits(), kernel=kernel)
     routes = None if saves is None else tinker_routes(Trainer(service, saves))
-    server = Listening(application(service, token=token, routes=routes), service.model.name, port=port, grace=10)
+    app = application(service, token=token, routes=routes)
+    server = Listening(app, service.model.name, port=port, grace=10, drain=service.drain)
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.urls:

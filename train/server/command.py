@@ -123,7 +123,7 @@ def serve(arguments: argparse.Namespace) -> int:
     app = application(service, token=token, routes=routes)
     address: dict[str, Any] = {"host": arguments.host, "port": arguments.port, "backlog": 2048}
     sys.setswitchinterval(SWITCH)
-    Listening(app, model.name, grace=arguments.grace, **address).run()
+    Listening(app, model.name, grace=arguments.grace, drain=service.drain, **address).run()
     return 0
 
 

@@ -31,6 +31,11 @@ class ApiError(Exception):
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
 
+def stopped() -> ApiError:
+    """That of a request which a server that stops leaves unanswered."""
+    return ApiError(503, "The server is stopping, and the request has no answer: ask another one.", retry_after=10)
+
+
 def sentence(message: str) -> str:
     """The message of a `UserError` as a sentence of its own."""
     return f"{message[:1].upper()}{message[1:].rstrip('.')}."

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from fnmodels.errors import UserError
 
-from .errors import ApiError
+from .errors import ApiError, stopped
 from .metrics import Metrics
 
 Message = MutableMapping[str, Any]
@@ -88,9 +88,13 @@ class Guard:
                 message = {"type": "http.response.body", "body": b""}
             await send(message)
 
-        if error := self._refusal(request):
-            return await error_response(error)(scope, noted, counted)
-        return await self._app(scope, noted, counted)
+        error = self._refusal(request)
+        try:
+            await (self._app if error is None else error_response(error))(scope, noted, counted)
+        except asyncio.CancelledError:  # the server stops; uvicorn would answer with a plain 500, and log each request
+            if not status:
+                with suppress(asyncio.CancelledError):
+                    await error_response(stopped())(scope, noted, counted)
 
     def _refusal(self, request: HttpRequest) -> ApiError | None:
         if self._token is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import h11
@@ -77,15 +78,18 @@ class Listening(uvicorn.Server):
         name: Of the model, for the line.
         port: Where it listens; 0: a free one.
         grace: Seconds in which running requests end when it is stopped.
+        drain: Called when it is stopped, before these seconds: what is not under way needs none.
         **settings: Further ones of `uvicorn.Config`.
     """
 
-    def __init__(self, app: Any, name: str, *, port: int, grace: int, **settings: Any) -> None:
+    def __init__(
+        self, app: Any, name: str, *, port: int, grace: int, drain: Callable[[], None], **settings: Any
+    ) -> None:
         quiet: dict[str, Any] = {"log_level": "warning", "access_log": False}
         super().__init__(
             uvicorn.Config(app, port=port, http=Bounded, timeout_graceful_shutdown=grace, **quiet, **settings)
         )
-        self._model = name
+        self._model, self._drain = name, drain
         self.urls: list[str] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -95,3 +99,8 @@ class Listening(uvicorn.Server):
             host, port = listener.sockets[0].getsockname()[:2]
             self.urls.append(f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1")
             print(f"{self._model} answers at {self.urls[-1]}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends requests that wait, and waits for those that run."""
+        self._drain()
+        await super().shutdown(sockets)

@@ -17,7 +17,7 @@ from train.generation.batching import BatchSettings, ContinuousBatch
 from train.generation.checks import check_request, learned_positions
 from train.generation.requests import Event, Request
 
-from .errors import ApiError
+from .errors import ApiError, stopped
 from .metrics import Metrics
 from .scores import PromptScores, score_prompts
 
@@ -100,7 +100,7 @@ class Worker:
     ) -> None:
         self.slots, self.capacity, self.queue, self.metrics = slots, capacity, queue, metrics
         self._deliver, self._kv_dtype, self._kernel = deliver, kv_dtype, kernel
-        self._changed, self._stopped = threading.Condition(), False
+        self._changed, self._draining, self._stopped = threading.Condition(), False, False
         self._lines: dict[Served, _Line] = {}
         self._jobs = deque[Ticket]()
         self._cancelled = set[Ticket]()
@@ -143,8 +143,8 @@ class Worker:
         model: that answers; None: of jobs. accepted: whether `check_room` was asked for them before.
         """
         with self._changed:
-            if self._stopped:
-                raise ApiError(503, "The server is stopping; it takes no more requests.", retry_after=10)
+            if self._draining:
+                raise stopped()
             if not accepted:
                 self.check_room(len(tickets))
             for ticket in tickets:
@@ -170,10 +170,27 @@ class Worker:
             self._measure()
             self._changed.notify()
 
+    def drain(self) -> None:
+        """Takes no more requests; those that wait get an error at once, and those that run go on."""
+        with self._changed:
+            self._draining = True
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Ends what waits with an error."""
+        with self._changed:
+            waiting = [*self._jobs, *(one for line in self._lines.values() for one in (*line.waiting, *line.scores))]
+            self._jobs.clear()
+            for line in self._lines.values():
+                line.waiting.clear()
+                line.scores.clear()
+            self._measure()
+        self._deliver([(ticket, stopped()) for ticket in waiting])
+
     def stop(self) -> None:
         """Ends the thread after the step it is in; what was not answered gets an error."""
         with self._changed:
-            self._stopped = True
+            self._draining = self._stopped = True
             self._changed.notify()
         self._thread.join()
 
@@ -192,6 +209,8 @@ class Worker:
                     self._changed.wait()
                 if self._stopped:
                     break
+                if self._draining:  # requests that ran may wait again, where one of several failed
+                    self._refuse()
                 job = self._jobs.popleft() if self._jobs else None
                 cancelled, self._cancelled = self._cancelled, set()
                 lines = list(self._lines.items())
@@ -206,8 +225,8 @@ class Worker:
                 for model, line in lines[1:]:  # the memory of a cache that is idle, but for the first model's
                     if not line.tickets():
                         del self._lines[model]
-        rest = [*self._jobs, *(ticket for line in self._lines.values() for ticket in line.tickets())]
-        self._deliver([(ticket, ApiError(503, "The server has stopped.", retry_after=10)) for ticket in rest])
+        self._refuse()
+        self._deliver([(ticket, stopped()) for line in self._lines.values() for ticket in line.running.values()])
 
     def _done(self, ticket: Ticket) -> None:
         assert ticket.job is not None

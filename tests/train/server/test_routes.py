@@ -3,10 +3,7 @@
 import http.client
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -351,21 +348,3 @@ def test_a_stopped_server_answers_what_runs(folder: Path) -> None:
     assert found[0][0] == 200 and found[0][1]["usage"]["completion_tokens"] == 40
     with pytest.raises(ConnectionError):
         server.send("/health")
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_command_when_requests_under_way_are_answered(folder: Path) -> None:
-    command = [sys.executable, "-m", "train.server", str(folder), "--port", "0", "--name", "own"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        port = int(re.fullmatch(r"own answers at http://127.0.0.1:(\d+)/v1\n", line)[1])  # type: ignore[index]
-        server, found = Served(None, "127.0.0.1", port), list[Any]()
-        body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
-        asking = threading.Thread(target=lambda: found.append(server.send(TEXT, body)))
-        asking.start()
-        _until(lambda: _count(server, "fnmodels_generated_tokens_total") > 0)
-        process.terminate()
-        asking.join()
-        assert process.wait(60) == -signal.SIGTERM
-    assert found[0][0] == 200 and found[0][1]["usage"]["completion_tokens"] == 400
