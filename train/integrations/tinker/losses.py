@@ -32,12 +32,14 @@ class NamedLoss:
         inputs: Entries that a datum needs.
         config: Defaults of the numbers; None: there is none, so that a call names it.
         per_token: Numbers that the data may have for each token instead, as an entry of their name.
+        several: Whether the data may have several targets at a token, and so many inputs.
     """
 
     make: Callable[[Mapping[str, float]], LossFunction]
     inputs: tuple[str, ...]
     config: Mapping[str, float | None]
     per_token: tuple[str, ...] = ()
+    several: bool = False
 
     def numbers(self, name: str, given: Mapping[str, float] | None, entries: Collection[str]) -> dict[str, float]:
         """The numbers of a call. ValueError for an unknown one, and for one that is missing.
@@ -153,7 +155,7 @@ _POLICY, _CLIPS = ("logprobs", "advantages"), (LOW, HIGH)
 _USUAL: Mapping[str, float | None] = {LOW: 0.8, HIGH: 1.2}
 # Tinker publishes no default of beta and of GSPO's clips, so these have none here.
 LOSSES = {
-    "cross_entropy": NamedLoss(_cross_entropy, ("weights",), {}),
+    "cross_entropy": NamedLoss(_cross_entropy, ("weights",), {}, several=True),
     "importance_sampling": NamedLoss(_importance_sampling, _POLICY, {}),
     "ppo": NamedLoss(_ppo, _POLICY, _USUAL, _CLIPS),
     "cispo": NamedLoss(_cispo, _POLICY, _USUAL, _CLIPS),

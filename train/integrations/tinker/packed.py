@@ -5,8 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from fnmodels.inputs.packing import IGNORE
 from train import checkpoint
 from train.data.token_budget import PackedRow, unpacked
 
@@ -14,6 +17,7 @@ from . import types
 from .base import Base
 from .images import InputReader, InputTokens, packed_rows
 from .losses import LOSSES, PREFIX, LossFunction, NamedLoss
+from .targets import TARGETS
 from .traced import TracedLoss
 
 NAME, PATH = 200, 1000  # bytes of the name of a folder, and characters of one with those above it
@@ -37,16 +41,34 @@ def function_of(name: str, numbers: Mapping[str, float] | None, data: Sequence[A
 
 
 def packed_data(data: Sequence[Any], loss_fn: str | None, base: Base) -> list[PackedRow]:
-    """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form."""
+    """The data in packed rows, with the inputs of the loss as entries. ValueError for a datum of another form.
+
+    Where a datum has several targets at a token, all have as many columns, of which those that a datum lacks are -100.
+    """
     loss = None if loss_fn is None else named_loss(loss_fn)
     read, names = _read(data, base)
     optional = [name for name in (*(loss.per_token if loss else ()), ROUTING) if _any_has(data, name)]
     reader = f"the loss {loss_fn!r}"
+    columns = _columns(data) if loss is None or loss.several else None
     entries: dict[str, list[Tensor]] = {"labels": []}
     for number, (datum, tokens) in enumerate(zip(data, (one.tokens for one in read), strict=True)):
-        entries["labels"].append(_entry(datum, number, "target_tokens", len(tokens), reader).long())
-        for name in loss.inputs if loss else ():
-            entries.setdefault(name, []).append(_entry(datum, number, name, len(tokens), reader).float())
+        rank = 1 if columns is None else _rank(datum)
+        targets = _entry(datum, number, "target_tokens", len(tokens), reader, rank).long()
+        needed = loss.inputs if loss else ()
+        inputs = {name: _entry(datum, number, name, len(tokens), reader, rank).float() for name in needed}
+        if columns is not None:
+            for name, values in inputs.items():
+                if values.shape != targets.shape:
+                    raise ValueError(
+                        f"{name!r} of datum {number} has the shape {list(values.shape)} beside 'target_tokens' "
+                        f"{list(targets.shape)}; both must have the same."
+                    )
+            inputs = {name: _in_columns(values, columns) for name, values in inputs.items()}
+            entries.setdefault(TARGETS, []).append(_in_columns(targets, columns, IGNORE))
+            targets = entries[TARGETS][-1].max(1).values  # which says of a token whether it has a target
+        entries["labels"].append(targets)
+        for name, values in inputs.items():
+            entries.setdefault(name, []).append(values)
         for name in optional:
             values = _entry(datum, number, name, len(tokens), "other data have")
             entries.setdefault(name, []).append(values.long() if name == ROUTING else values.float())
@@ -77,6 +99,45 @@ def packed_inputs(data: Sequence[Any], loss: TracedLoss, base: Base) -> list[Pac
         if len({values.shape[1:] for values in entries[PREFIX + name]}) > 1:
             raise ValueError(f"{name!r}, of rank {rank}, must have as many columns in all data.")
     return packed_rows(base, entries, read, names)
+
+
+def _rank(datum: Any) -> int:
+    """The rank of a datum's targets: 2 where there are several at a token."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    return 1 if targets is None or targets.to_torch().ndim != 2 else 2
+
+
+def _columns(data: Sequence[Any]) -> int | None:
+    """The most targets that a datum has at a token; None: all have one. ValueError for none."""
+    several = [datum.loss_fn_inputs["target_tokens"].to_torch().shape[1] for datum in data if _rank(datum) == 2]
+    if several and not min(several):
+        raise ValueError("'target_tokens' of a datum has no column; it needs a target at each token at least.")
+    return max(several, default=None)
+
+
+def _in_columns(values: Tensor, columns: int, fill: float = 0) -> Tensor:
+    """[T, columns] of values [T] or [T, K], filled up."""
+    values = values if values.ndim == 2 else values[:, None]
+    return pad(values, (0, columns - values.shape[1]), value=fill)
+
+
+def of_targets(rows: Sequence[PackedRow], values: Sequence[Tensor], data: Sequence[Any]) -> list[Tensor]:
+    """The values of each datum in the shape of its targets."""
+    found = []
+    for own, datum in zip(unpacked(rows, values).values(), data, strict=True):
+        shape = datum.loss_fn_inputs["target_tokens"].to_torch().shape
+        found.append(own if own.ndim == 1 else own[:, : shape[1] if len(shape) == 2 else 1].reshape(shape))
+    return found
+
+
+def add_gradients(rows: Sequence[PackedRow], logps: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Adds the gradient by each datum's log-probabilities as an entry of the rows; None: 0, for nothing reads them."""
+    each = [torch.zeros_like(logp) if grad is None else grad for grad, logp in zip(gradients, logps, strict=True)]
+    for row in rows:
+        own = [each[number] for number in row.sequences]
+        if TARGETS in row.batch:
+            own = [_in_columns(one, row.batch[TARGETS].shape[-1]) for one in own]
+        row.batch["gradient"] = torch.cat(own)[None]
 
 
 def _read(data: Sequence[Any], base: Base) -> tuple[list[InputTokens], list[str]]:
@@ -119,8 +180,10 @@ def _entry(datum: Any, number: int, name: str, length: int, reader: str, rank: i
     return values
 
 
-def output_of(rows: Sequence[PackedRow], logps: Sequence[Tensor], total: float) -> types.ForwardBackwardOutput:
-    each = unpacked(rows, [logp.detach() for logp in logps]).values()
+def output_of(
+    rows: Sequence[PackedRow], logps: Sequence[Tensor], total: float, data: Sequence[Any]
+) -> types.ForwardBackwardOutput:
+    each = of_targets(rows, [logp.detach() for logp in logps], data)
     outputs = [{"logprobs": types.TensorData.from_torch(logp)} for logp in each]
     return types.ForwardBackwardOutput("TorchLossReturn", outputs, {"loss:sum": total})
 

@@ -14,19 +14,18 @@ import params as P
 from fnmodels import tree
 from fnmodels.models.common.family import DecoderConfig
 from train import checkpoint
-from train.data.token_budget import unpacked
+from train.data.token_budget import PackedRow
 from train.engine import Engine
-from train.losses.logprobs import token_logprobs
-from train.losses.output_loss import OutputLoss, logprob_loss
+from train.losses.output_loss import OutputLoss
 from train.optim.adamw import adamw
 from train.optim.base import clip_factor, global_norm
 from train.state import State, init_state
 
-from . import types
+from . import packed, types
 from .base import Base, Future, Ready, TextTokenizer
 from .losses import LossFunction, gradient_times_logp, of_each_datum
-from .packed import function_of, output_of, packed_data, packed_inputs, saved_place, saved_state
 from .sampling import SamplingClient
+from .targets import logprobs_of, loss_of
 from .traced import TracedLoss
 from .traced_calls import Budget
 
@@ -77,8 +76,12 @@ class TrainingClient(Ready):
         optimizer = adamw(1e-4, spec=P.lora.spec(base.config, params))
         self.engine = Engine(base.config, params, optimizer, copy=False)  # the base's weights stay shared
 
-    def _loss(self, function: LossFunction) -> OutputLoss:
-        return logprob_loss(function, **self.base.run)  # a new one for each call: nothing is compiled
+    def _loss(self, function: LossFunction, rows: Sequence[PackedRow]) -> OutputLoss:
+        return loss_of(function, rows[0].batch, self.base.run)  # a new one for each call: nothing is compiled
+
+    def _named(self, data: Sequence[Any], name: str, numbers: Any) -> tuple[OutputLoss, list[PackedRow]]:
+        rows = packed.packed_data(data, name, self.base)
+        return self._loss(packed.function_of(name, numbers, data), rows), rows
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -95,8 +98,8 @@ class TrainingClient(Ready):
 
         Args:
             data: `Datum`s, each with the entries that the loss reads.
-            loss_fn: "cross_entropy" with weights; "importance_sampling", "ppo", "cispo", "dro" and "gspo" with logprobs
-                and advantages, "gspo" also with sequence_ratio_mask.
+            loss_fn: "cross_entropy" with weights, [T] or of several targets [T, K]; "importance_sampling", "ppo",
+                "cispo", "dro" and "gspo" with logprobs and advantages, "gspo" also with sequence_ratio_mask.
             loss_fn_config: The numbers of a loss; None: its defaults. Those of "ppo" and "cispo" are
                 {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}; "gspo" has the same numbers and "dro" beta,
                 without defaults. Clips may be entries of the data instead, a number per token.
@@ -107,9 +110,9 @@ class TrainingClient(Ready):
         Raises:
             ValueError: The loss is unknown, or a datum lacks an entry or has one of another length.
         """
-        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn, self.base)
+        loss, rows = self._named(data, loss_fn, loss_fn_config)
         found = self.engine.forward_backward([row.batch for row in rows], loss)
-        return Future(output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"])))
+        return Future(packed.output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]), data))
 
     def forward(
         self, data: Sequence[Any], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
@@ -124,10 +127,10 @@ class TrainingClient(Ready):
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.
         """
-        loss, rows = self._loss(function_of(loss_fn, loss_fn_config, data)), packed_data(data, loss_fn, self.base)
+        loss, rows = self._named(data, loss_fn, loss_fn_config)
         found = self.engine.infer([row.batch for row in rows], lambda params, batch: loss(params, batch))
-        total = sum(float(one[0]) for one in found)
-        return Future(output_of(rows, [one[3]["logp"] for one in found], total))
+        logps, total = [one[3]["logp"] for one in found], sum(float(one[0]) for one in found)
+        return Future(packed.output_of(rows, logps, total, data))
 
     def forward_backward_custom(
         self, data: Sequence[Any], loss_fn: CustomLoss | TracedLoss
@@ -139,8 +142,8 @@ class TrainingClient(Ready):
 
         Args:
             data: `Datum`s with target_tokens, and for a traced loss with its inputs.
-            loss_fn: (data, log-probabilities [T] of each datum) -> (loss, metrics), or the result of
-                `Client.create_custom_loss`.
+            loss_fn: (data, log-probabilities of each datum, in the shape of its targets) -> (loss, metrics), or the
+                result of `Client.create_custom_loss`.
 
         Returns:
             A future of the log-probabilities in nats, and of the metrics.
@@ -150,25 +153,22 @@ class TrainingClient(Ready):
         """
         if isinstance(loss_fn, TracedLoss):
             return self._forward_backward_traced(data, loss_fn)
-        rows = packed_data(data, None, self.base)
-        run = self.base.run
+        rows = packed.packed_data(data, None, self.base)
         batches = [row.batch for row in rows]
-        found = self.engine.infer(batches, lambda params, batch: token_logprobs(params, batch, **run)[0])
-        logps = [logp.requires_grad_() for logp in unpacked(rows, found).values()]
+        found = self.engine.infer(batches, lambda params, batch: logprobs_of(params, batch, self.base.run))
+        logps = [logp.requires_grad_() for logp in packed.of_targets(rows, found, data)]
         loss, metrics = loss_fn(list(data), logps)
         each = torch.autograd.grad(loss, logps, allow_unused=True)
-        given = [torch.zeros_like(logp) if grad is None else grad for grad, logp in zip(each, logps, strict=True)]
-        for row in rows:
-            row.batch["gradient"] = torch.cat([given[number] for number in row.sequences])[None]
-        self.engine.forward_backward([row.batch for row in rows], self._loss(gradient_times_logp))
-        output = output_of(rows, found, float(loss.detach()))
+        packed.add_gradients(rows, logps, each)
+        self.engine.forward_backward(batches, self._loss(gradient_times_logp, rows))
+        output = packed.output_of(rows, found, float(loss.detach()), data)
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
 
     def _forward_backward_traced(self, data: Sequence[Any], loss: TracedLoss) -> Future[types.ForwardBackwardOutput]:
-        rows = packed_inputs(data, loss, self.base)
-        function = self._loss(of_each_datum(loss, Budget()))
-        found = self.engine.forward_backward([row.batch for row in rows], function)
-        output = output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]))
+        rows = packed.packed_inputs(data, loss, self.base)
+        function = of_each_datum(loss, Budget())
+        found = self.engine.forward_backward([row.batch for row in rows], self._loss(function, rows))
+        output = packed.output_of(rows, [one["logp"] for one in found["outputs"]], float(found["total"]), data)
         means = {name: len(data) if name.endswith(":mean") else 1 for name in found["aux"]}
         metrics = {name: float(value) / means[name] for name, value in found["aux"].items()}
         return Future(dataclasses.replace(output, metrics=output.metrics | metrics))
@@ -219,7 +219,7 @@ class TrainingClient(Ready):
         return Future(types.SaveWeightsResponse(str(path)))
 
     def _place(self, kind: str, name: str) -> Path:
-        return saved_place(self._folder / f"model-{self.id}" / kind, name)
+        return packed.saved_place(self._folder / f"model-{self.id}" / kind, name)
 
     def load_state(self, path: str | os.PathLike[str]) -> Future[types.LoadWeightsResponse]:
         """Loads the weights of a saved state; the optimizer state starts anew.
@@ -245,7 +245,7 @@ class TrainingClient(Ready):
         Returns:
             A future of the folder's path.
         """
-        saved = checkpoint.load(saved_state(path), like=self._own_state())
+        saved = checkpoint.load(packed.saved_state(path), like=self._own_state())
         params = P.lora.attach(self.engine.params, saved.params)
         self.engine.state = State(saved.step, params, saved.opt_state)
         self.engine.zero_grad()

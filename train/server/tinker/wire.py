@@ -3,6 +3,7 @@
 The format of protobuf is a list of (number of the field, value), so that two small functions read and write it.
 """
 
+import itertools
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from train.integrations.tinker import types
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4  # of the enum DType
 Fields = dict[int, list[Any]]  # integers of varints, bytes of all others, in order
 _NUMPY = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
+CELLS = 1 << 24  # of a table that is sent sparse, at most
 EMPTY = -99999.0  # the log-probability of a cell of a table without a token
 
 
@@ -127,39 +129,75 @@ def _array(data: bytes, dtype: Any) -> "np.ndarray[Any, Any]":
 
 
 def _tensor(fields: Fields) -> Tensor:
-    if 2 in fields:
-        raise ValueError("An entry of a datum is sparse; dense ones are supported.")
-    kind, raw = _last(fields, 3), _last_bytes(fields, 1)
+    """An entry of a datum, dense also where the message has it in compressed sparse rows."""
+    sparse = _messages(fields, 2)
+    kind, raw = _last(fields, 3), _last_bytes(sparse[-1] if sparse else fields, 1)
     if kind == BFLOAT16:
         values = torch.from_numpy(_array(raw, np.int16)).view(torch.bfloat16).float()
     elif kind in _NUMPY:
         values = torch.from_numpy(_array(raw, _NUMPY[kind]))
     else:
         raise ValueError(f"An entry of a datum has the dtype {kind}, which is none of the protocol.")
-    shape = [size for part in fields.get(4, []) for size in (_varints(part) if isinstance(part, bytes) else [part])]
+    shape = _shape(fields)
+    if sparse:
+        rows, columns = (torch.from_numpy(_array(_last_bytes(sparse[-1], part), np.int64)) for part in (2, 3))
+        return dense(values, rows, columns, shape)
     if shape and (len(shape) > 8 or math.prod(shape) != len(values) or max(shape) > max(1, len(values))):
         raise ValueError(f"An entry of a datum has {len(values)} numbers, which are none of the shape {shown(shape)}.")
     return values.reshape(shape) if shape else values
 
 
+def _shape(fields: Fields) -> list[int]:
+    return [size for part in fields.get(4, []) for size in (_varints(part) if isinstance(part, bytes) else [part])]
+
+
+def dense(values: Tensor, rows: Tensor, columns: Tensor, shape: Sequence[int], fill: int = 0) -> Tensor:
+    """A table in compressed sparse rows, `fill` where it has no value. ValueError for one that is none.
+
+    rows: where each row begins among the values, and the end of the last one. columns: of each value.
+    """
+    if len(shape) != 2 or min(shape) < 1 or shape[0] != len(rows) - 1 or math.prod(shape) > CELLS:
+        raise ValueError(
+            f"A sparse entry has {len(rows)} row indices and the shape {shown(list(shape))}; it needs two sizes, one "
+            f"row index more than rows, and {CELLS:,} cells at most."
+        )
+    counts = rows.diff()
+    ordered = rows[0] == 0 and rows[-1] == len(values) == len(columns) and bool((counts >= 0).all())
+    if not ordered or bool(((columns < 0) | (columns >= shape[1])).any()):
+        raise ValueError(f"A sparse entry with {len(values)} values has row or column indices that are none of them.")
+    found = values.new_full(tuple(shape), fill)
+    found[torch.repeat_interleave(counts), columns] = values
+    return found
+
+
 def training_output(output: types.ForwardBackwardOutput, replayed: int = 0) -> bytes:
-    """The message ForwardBackwardOutput: one record with the numbers of all data behind each other.
+    """The message ForwardBackwardOutput: records with the numbers of data of as many columns behind each other.
 
     replayed: tokens whose experts were those of their sampler, a metric where there are some.
     """
-    names = list(output.loss_fn_outputs[0]) if output.loss_fn_outputs else []
-    record = b""
-    for name in names:
-        each = [np.asarray(one[name].data, np.float32) for one in output.loss_fn_outputs]
-        offsets = np.cumsum([0, *(len(one) * 4 for one in each)], dtype=np.int64)
-        batched = _field(1, np.concatenate(each).tobytes()) + _field(2, offsets.tobytes()) + _field(3, FLOAT32)
-        record += _field(2, _field(1, name.encode()) + _field(2, batched))
-    record += _field(3, len(output.loss_fn_outputs))
-    message = _field(1, output.loss_fn_output_type.encode()) + _field(2, record)
+    message = _field(1, output.loss_fn_output_type.encode())
+    for _, group in itertools.groupby(output.loss_fn_outputs, _columns):
+        message += _field(2, _record(list(group)))
     metrics = output.metrics | ({"routing/replayed:sum": replayed} if replayed else {})
     for name, value in metrics.items():
         message += _field(3, _field(1, name.encode()) + _field(2, float(value)))
     return message
+
+
+def _columns(outputs: Mapping[str, types.TensorData]) -> list[list[int]]:
+    return [(one.shape or [0])[1:] for one in outputs.values()]
+
+
+def _record(outputs: Sequence[Mapping[str, types.TensorData]]) -> bytes:
+    """The message ArrayRecord of data whose outputs have as many columns."""
+    record = b""
+    for name, columns in zip(outputs[0], _columns(outputs[0]), strict=True):
+        each = [np.asarray(one[name].data, np.float32) for one in outputs]
+        offsets = np.cumsum([0, *(len(one) * 4 for one in each)], dtype=np.int64)
+        batched = _field(1, np.concatenate(each).tobytes()) + _field(2, offsets.tobytes()) + _field(3, FLOAT32)
+        batched += b"".join(_field(4, size) for size in columns)
+        record += _field(2, _field(1, name.encode()) + _field(2, batched))
+    return record + _field(3, len(outputs))
 
 
 @dataclass(frozen=True)

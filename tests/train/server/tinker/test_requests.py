@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.served import Served, serving, write_checkpoint
 from tests.train.server.tinker.test_protocol import _field, _model, _post, _result, _training_pass
@@ -16,6 +17,7 @@ from train.server.errors import ApiError
 from train.server.tinker import futures as futures_file
 from train.server.tinker import trainer as trainer_file
 from train.server.tinker.futures import Futures
+from train.server.tinker.wire import dense
 from train.server.worker import Ticket
 
 pytest.importorskip("starlette")
@@ -189,6 +191,28 @@ def test_a_wrong_shape_is_the_clients_mistake(server: Served, model: str, entry:
     message = _field(1, model.encode()) + _field(2, 1) + _field(3, _field(2, _field(1, b"a") + _field(2, tensor)))
     status, words = _refused(server, "forward_backward", message)
     assert status == 400 and "has 3 numbers, which are none of the shape" in words
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "shape", "words"),
+    [
+        ([0, 1, 3], [0, 1, 2], [2], "it needs two sizes"),
+        ([0, 1, 3], [0, 1, 2], [3, 3], "it needs two sizes"),
+        ([0, 1, 3], [0, 1, 2], [2, 1 << 30], "16,777,216 cells at most"),
+        ([0, 1, 2], [0, 1, 2], [2, 3], "that are none of them"),
+        ([0, 4, 3], [0, 1, 2], [2, 3], "that are none of them"),
+        ([0, 1, 3], [0, 1, 3], [2, 3], "that are none of them"),
+        ([0, 1, 3], [0, 1, -1], [2, 3], "that are none of them"),
+        ([0, 1, 3], [0, 1], [2, 3], "that are none of them"),
+    ],
+)
+def test_a_wrong_sparse_entry_is_the_clients_mistake(rows: Any, columns: Any, shape: list[int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        dense(torch.ones(3), torch.tensor(rows), torch.tensor(columns), shape)
+    assert dense(torch.arange(1, 4), torch.tensor([0, 1, 3]), torch.tensor([1, 0, 2]), [2, 3]).tolist() == [
+        [0, 1, 0],
+        [2, 0, 3],
+    ]
 
 
 @pytest.fixture

@@ -84,6 +84,45 @@ def test_a_supervised_loop_has_the_numbers_of_the_one_in_this_process(service: A
     assert forward.metrics == other.forward(_data(inside.types), "cross_entropy").result().metrics
 
 
+def _several(kind: Any) -> list[Any]:
+    """Data with 3, 2 and 8 targets at a token; of the last ones most have no weight, so that they travel sparse."""
+    generator, found = torch.Generator().manual_seed(2), []
+    for tokens, columns in zip(TOKENS, (3, 2, 8), strict=True):
+        targets = torch.randint(1, 250, (len(tokens), columns), generator=generator)
+        weights = torch.rand(targets.shape, generator=generator)
+        if columns == 8:
+            targets[:, 1:], weights[:, 1:] = 0, 0
+        model_input = kind.ModelInput.from_ints(tokens)
+        found.append(kind.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": targets, "weights": weights}))
+    return found
+
+
+def _reverse(data: list[Any], logps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+    return sum((logp.exp() * (logp - own)).sum() for logp, own in zip(logps, weights, strict=True)), {}  # type: ignore
+
+
+def test_several_targets_have_the_numbers_of_this_process(service: Any, folder: Path) -> None:
+    assert _several(types)[2].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    training = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+    local = inside.ServiceClient(folder=folder.parent / "local")
+    other = local.create_lora_training_client(base_model=str(folder), rank=4, seed=7).result()
+    found = []
+    for own, kind in ((training, types), (other, inside.types)):
+        outputs = []
+        for call, loss in ((own.forward_backward, "cross_entropy"), (own.forward_backward_custom, _reverse)):
+            output = call(_several(kind), loss).result()
+            own.optim_step(kind.AdamParams(learning_rate=0.02)).result()
+            logps = [one["logprobs"].to_torch() for one in output.loss_fn_outputs]
+            assert [list(logp.shape) for logp in logps] == [[7, 3], [6, 2], [7, 8]]
+            outputs.append((output.metrics["loss:sum"], torch.cat([logp.flatten() for logp in logps])))
+        found.append(outputs)
+    for (there, nats), (here, wanted) in zip(*found, strict=True):
+        assert there == pytest.approx(here, rel=1e-5)
+        torch.testing.assert_close(nats, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found[0][0][1], found[0][1][1])  # the update moved them
+
+
 def test_pictures_have_the_numbers_of_this_process(tmp_path: Path) -> None:
     """Supervised passes, updates, answers and prompt log-probabilities with image chunks beside text alone."""
     from train.server.app import Limits
