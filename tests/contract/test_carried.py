@@ -73,6 +73,7 @@ def test_there_are_cases() -> None:
         "inkling2_text",
         "inkling2_loop_text",
         "inkling2_loop",
+        "kimi_k3",
     } | gemma | longcat
 
 

@@ -41,9 +41,10 @@ ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "roformer", "nomic_bert")
 NO_SUMS += ("muse_spark",)  # a gate weighs the stream and what joins it
-READ_MORE = ("zamba2", "inkling2")  # norms read the embedding, what a block has left, or states of blocks
-# Sublayers read states of blocks, and a convolution follows each: tests/fnmodels/models/test_inkling2.py.
-DEEP = ("inkling2",)
+READ_MORE = ("zamba2", "inkling2", "kimi_k3")  # norms read the embedding, what a block has left, or states of blocks
+# Sublayers read states of blocks: tests/fnmodels/models/test_inkling2.py, where a convolution follows each, and
+# test_kimi_k3.py.
+DEEP = ("inkling2", "kimi_k3")
 GATED = (
     "qwen3_next",
     "lfm3",
@@ -58,6 +59,7 @@ GATED = (
     "inkling2",
     "muse_glimmer",
     "muse_spark",
+    "kimi_k3",
 )  # the output of attention is multiplied by a gate before it is projected
 
 every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
@@ -226,6 +228,8 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
                 total = total + (y if scales_inputs else y * share)
             rows.append(total)
         wanted = torch.stack(rows)
+        if "latent_norm" in layer:
+            wanted = F.rms_norm(wanted, wanted.shape[-1:], layer["latent_norm"], config.rms_norm_eps)
         wanted = F.linear(wanted, layer["latent_out_proj"]) if "latent_out_proj" in layer else wanted
         assert off(tap["experts"][valid], wanted) < 1e-5, index
         added = tap["experts"] + tap.get("shared_expert", 0)

@@ -144,7 +144,15 @@ def _merged(model: Any) -> Any:
 # {family without a case: why PEFT has no adapters of its models}
 UNKNOWN = "transformers does not have its model types"
 WITHOUT_PEFT = dict.fromkeys(
-    ("decoder.bailing_moe", "decoder.nemotron_nas", "decoder.rwkv7", "diffusion.flux", "encoder.llada"), UNKNOWN
+    (
+        "decoder.bailing_moe",
+        "decoder.kimi_k3",
+        "decoder.nemotron_nas",
+        "decoder.rwkv7",
+        "diffusion.flux",
+        "encoder.llada",
+    ),
+    UNKNOWN,
 )
 WITHOUT_PEFT["decoder.longcat_flash"] = "transformers' stacks of experts have more of them than files do"
 

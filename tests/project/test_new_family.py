@@ -93,6 +93,7 @@ OWN = (
     "mistral_large4",
     "inkling2",
     "glm5_next",
+    "kimi_k3",
 )
 
 

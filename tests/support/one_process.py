@@ -63,7 +63,7 @@ SEQUENTIAL = {
     **{name: name for name in ("qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "bamba")},
     **{name: name for name in ("falcon_h1_norm", "granitemoehybrid", "nemotron_h_moe", "nemotron_h_latent_bias")},
     **{name: name for name in ("granitemoehybrid_dense_tied", "lfm2_moe", "deepseek_v32", "glm_moe_dsa")},
-    **{name: name for name in ("axk2", "qwen4_exp", "hy_v4", "glm5_next", "rwkv7", "mistral_large4")},
+    **{name: name for name in ("axk2", "qwen4_exp", "hy_v4", "glm5_next", "rwkv7", "mistral_large4", "kimi_k3")},
     "gemma4_e": "gemma4_text_e",
     "gemma4_moe": "gemma4_text_moe",
 }

@@ -47,7 +47,7 @@ from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.experts import with_merged_adapters
 from fnmodels.ops.moe.experts_loop import Act
 from fnmodels.ops.moe.identities import with_identities
-from fnmodels.ops.moe.layer import KEPT, Route, moe
+from fnmodels.ops.moe.layer import KEPT, LATENT_EPS, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
@@ -328,6 +328,7 @@ class Context(ChoiceHooks):
         input_weighted: bool = False,
         identities: int = 0,
         finish: Callable[[Tensor], Tensor] | None = None,
+        latent_eps: float = LATENT_EPS,
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
@@ -345,7 +346,8 @@ class Context(ChoiceHooks):
         run = with_each_output(run, finish) if finish else run
         experts = functools.partial(run, input_weighted=input_weighted)
         tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
-        y, routed = moe(layer, x, route, **tensors, experts=experts, act=act, dtypes=dtypes, tap=self.tap)
+        how: dict[str, Any] = {"act": act, "dtypes": dtypes, "latent_eps": latent_eps, "tap": self.tap}
+        y, routed = moe(layer, x, route, **tensors, experts=experts, **how)
         self.aux |= {name: routed[name] for name in KEPT}
         return y
 

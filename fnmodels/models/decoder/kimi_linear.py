@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import ConfigError
 from fnmodels.models.common import decoder, mla
 from fnmodels.models.common import moe as mixture
-from fnmodels.models.common.config_json import ConfigJson, Fields, merged, renamed
+from fnmodels.models.common.config_json import ConfigJson, Fields, renamed
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
+from fnmodels.models.common.kimi import fields as kimi
 from fnmodels.models.common.layers import delta
 from fnmodels.models.common.spec import (
     decoder_leaves,
@@ -30,11 +30,6 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("kimi_linear",)
 ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wide")
-_LINEAR = {  # {name in the published linear_attn_config: that of transformers}
-    "num_heads": "linear_num_heads",
-    "head_dim": "linear_head_dim",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
 TRAITS = Traits(
     kinds=("linear_moe", "full_moe", "linear", "full"),
     routed=True,
@@ -71,24 +66,16 @@ class Config(mla.LatentMixtureConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = _flat(renamed(Fields(values), mla.ALIASES | {"num_local_experts": "n_routed_experts"}))
+        fields = kimi.flat(renamed(Fields(values), kimi.ALIASES))
         fields.choice("model_type", MODEL_TYPES)
         sizes = mla.latent_from_hf(fields, max_positions=1048576, kv_heads=32, q_rank=0, nope_dim=128, rope_head=True)
         del sizes["rope_interleave"]
         layers = sizes["num_hidden_layers"]
         experts = mixture.shared_from_hf(fields, layers, dense=1, scale=2.446)
         fields.expect("tie_word_embeddings", False)  # transformers has a head of its own in any case
-        fields.expect("mla_use_nope", True)
-        fields.expect("moe_router_activation_func", "sigmoid")
-        fields.expect("use_grouped_topk", True)
-        fields.expect("moe_layer_freq", 1)
-        fields.expect("num_nextn_predict_layers", 0)
+        kimi.expect_usual(fields)
         by_default = [i % 4 != 0 or i == 0 for i in range(layers)]
-        linear = decoder.sliding_layers(fields, by_default, "linear_attention")
-        experts["layer_kinds"] = tuple(
-            ("linear" if near else "full") + ("" if dense else "_moe")
-            for near, dense in zip(linear, _dense_layers(fields, experts["layer_kinds"]), strict=True)
-        )
+        experts["layer_kinds"] = kimi.layer_kinds(fields, by_default, experts["layer_kinds"])
         config = Config(
             **sizes | experts | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)},
             linear_num_heads=fields.integer("linear_num_heads", 32, high=1 << 16),
@@ -100,53 +87,10 @@ class Config(mla.LatentMixtureConfig):
 
     def to_hf(self) -> ConfigJson:
         """A config.json under the published names."""
-        linear = [kind.ordered for kind in parsed(self.layer_kinds)]
-        dense = [not kind.routed for kind in parsed(self.layer_kinds)]
         own: ConfigJson = {name: getattr(self, name) for name in mixture.GROUPED}
-        if dense == sorted(dense, reverse=True):
-            own["first_k_dense_replace"] = sum(dense)
-        else:
-            own["mlp_layer_types"] = ["dense" if plain else "sparse" for plain in dense]
-        own["linear_attn_config"] = {
-            **{published: getattr(self, name) for published, name in _LINEAR.items()},
-            "kda_layers": [i for i, near in enumerate(linear, 1) if near],
-            "full_attn_layers": [i for i, near in enumerate(linear, 1) if not near],
-        }
+        own |= kimi.dense_to_hf(self) | {"linear_attn_config": kimi.linear_to_hf(self)}
         out = decoder.decoder_to_hf(self, "KimiLinearForCausalLM", *mla.NAMES, **own)
         return mla.under_aliases({name: value for name, value in out.items() if name != "rope_parameters"})
-
-
-def _flat(fields: Fields) -> Fields:
-    """The fields with those of the published `linear_attn_config` under the names of transformers."""
-    # no code reads head_dim, which is another number in published files than in those of transformers
-    values = {name: value for name, value in fields.values.items() if name not in ("linear_attn_config", "head_dim")}
-    own = fields.values.get("linear_attn_config")
-    inner = Fields({} if own is None else own, f"{fields.where}, linear_attn_config")
-    given = [(published, name, inner.take(published, None)) for published, name in _LINEAR.items()]
-    numbers = [inner.take(name, None) for name in ("full_attn_layers", "kda_layers")]
-    inner.finish()
-    types = None if numbers == [None, None] else _types(inner, *numbers)
-    return merged(Fields(values, fields.where), [*given, ("linear_attn_config", "layer_types", types)])
-
-
-def _types(inner: Fields, full: Any, linear: Any) -> list[str]:
-    """`layer_types` from the numbers of layers, which count from 1; ConfigError unless each layer is in one list."""
-    if all(isinstance(one, list) and all(type(i) is int for i in one) for one in (full, linear)):
-        kinds = dict.fromkeys(full, "full_attention") | dict.fromkeys(linear, "linear_attention")
-        if sorted(full + linear) == list(range(1, len(kinds) + 1)):
-            return [kinds[i] for i in sorted(kinds)]
-    raise ConfigError(
-        f"{inner.where}: 'full_attn_layers' and 'kda_layers' must be lists that have each layer's number, from 1, once."
-    )
-
-
-def _dense_layers(fields: Fields, first: tuple[str, ...]) -> list[bool]:
-    """Whether each layer is dense: from `mlp_layer_types`, or `first`, the kinds by `first_k_dense_replace`."""
-    rule = [kind == "full" for kind in first]
-    dense = decoder.sliding_layers(fields, rule, "dense", "sparse", name="mlp_layer_types")
-    if dense != rule and fields.values.get("first_k_dense_replace") is not None:
-        raise ConfigError(f"{fields.where}: 'mlp_layer_types' is not what 'first_k_dense_replace' makes.")
-    return dense
 
 
 def spec(config: Config) -> Tree:

@@ -13,6 +13,7 @@ from fnmodels.inputs.values import readable
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise
 from fnmodels.ops.linear import linear, linears
+from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.torch_internals import is_plain_eager
 from fnmodels.options import Experts, Tap, untapped
 from fnmodels.tree import Tree
@@ -27,6 +28,7 @@ MOE_TAPS = (*KEPT, "expert_indices", "expert_weights", "experts", "shared_expert
 
 Route = Callable[..., tuple[Tensor, Tensor]]
 
+LATENT_EPS = 1e-5  # of the norm of what experts of a narrower width return
 _UNCAST = RouterDtypes(param="model", projection="model", score="wide", output="wide")
 
 
@@ -40,12 +42,14 @@ def moe(
     experts: str | Experts = "auto",
     act: Act | tuple[Act, Act],
     dtypes: RouterDtypes = _UNCAST,
+    latent_eps: float = LATENT_EPS,
     tap: Tap = untapped,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(y [B, S, D], {counts [E] int64, router_logits [B, S, E], expert_indices and expert_weights [B, S, k]}).
 
     layer: the leaves of `fnmodels.models.common.spec.moe_leaves`; with latent_in_proj and latent_out_proj the experts,
-    and neither the router nor the shared expert, work between these projections. x [B, S, D], or a pair: what the
+    and neither the router nor the shared expert, work between these projections, the second of which may read a norm of
+    eps `latent_eps` and weight latent_norm. x [B, S, D], or a pair: what the
     router reads, and x. route: a function of `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at
     padding. routing: [B, S, k] int64, a replay of experts chosen earlier, distinct per token; their weights come from
     the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
@@ -83,6 +87,8 @@ def moe(
     inner = linear(x, layer["latent_in_proj"]) if "latent_in_proj" in layer else x
     flat = (inner.flatten(0, 1), weights.flatten(0, 1), indices.flatten(0, 1), valid.flatten())
     y = choose_experts(experts, x, *layer["experts"].values())(layer["experts"], *flat, act=act).reshape(inner.shape)
+    if "latent_norm" in layer:
+        y = rms_norm(y, layer["latent_norm"], eps=latent_eps)
     if "latent_out_proj" in layer:
         y = linear(y, layer["latent_out_proj"])
     y = tap("experts", y)

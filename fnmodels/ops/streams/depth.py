@@ -1,9 +1,10 @@
-"""Attention over depth (block attention residuals; Inkling 2, 2026): a sublayer reads earlier states of its token.
+"""Attention over depth (block attention residuals, arXiv 2603.15031): a sublayer reads earlier states of its token.
 
 A stack is cut into blocks of layers. In place of one residual stream a token has the states that the blocks began with
 and that of its own block, x_1 .. x_n. With a learned query w and h_i = x_i / rms(x_i)
 
-    y = sum over i of softmax_i(w . h_i / sqrt(D)) h_i
+    y = sum over i of softmax_i(w . h_i / sqrt(D)) h_i    (`attend_depth`, Inkling 2)
+    y = sum over i of softmax_i(w . h_i) x_i              (`mix_depth`, Kimi K3)
 
 It is computed in fp32 at least, and mixes no tokens.
 """
@@ -21,10 +22,30 @@ _EPS = 1e-6  # whatever the model's
 
 def attend_depth(query: Tensor, blocks: Tensor, x: Tensor) -> tuple[Tensor, ...]:
     """What each of the queries [Q, D] reads of blocks [B, S, n, D] and x [B, S, D]: Q tensors [B, S, D], fp32."""
-    states = rms_norm(upcast(torch.cat((blocks.to(x.dtype), x.unsqueeze(-2)), -2)), None, eps=_EPS)
+    normed = rms_norm(_states(blocks, x), None, eps=_EPS)
+    weights = softmax(_scores(query, normed) / normed.shape[-1] ** 0.5)  # [B, S, Q, n + 1]
+    return tuple(_mixed(of_query, normed) for of_query in weights.unbind(-2))
+
+
+def mix_depth(query: Tensor, blocks: Tensor, x: Tensor, *, eps: float) -> Tensor:
+    """What the query [D] reads of blocks [B, S, n, D] and x [B, S, D], whose norms it meets: [B, S, D], in x's dtype.
+
+    eps: of these norms. The states themselves are mixed, and scores are not divided by sqrt(D).
+    """
+    states = _states(blocks, x)
+    weights = softmax(_scores(query[None], rms_norm(states, None, eps=eps)))
+    return _mixed(weights.squeeze(-2), states).to(x.dtype)
+
+
+def _states(blocks: Tensor, x: Tensor) -> Tensor:
+    """[B, S, n + 1, D], that of x last; in fp32 at least."""
+    return upcast(torch.cat((blocks.to(x.dtype), x.unsqueeze(-2)), -2))
+
+
+def _scores(query: Tensor, normed: Tensor) -> Tensor:
+    """[B, S, Q, n + 1] of queries [Q, D] and states [B, S, n + 1, D]."""
     own = upcast(query).clone()  # the bits of a product with one row depend on where its memory begins, as in a file
-    weights = softmax(linear(states, own).mT / states.shape[-1] ** 0.5)  # [B, S, Q, n + 1]
-    return tuple(_mixed(of_query, states) for of_query in weights.unbind(-2))
+    return linear(normed, own).mT
 
 
 def _mixed(weights: Tensor, states: Tensor) -> Tensor:

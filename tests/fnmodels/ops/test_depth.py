@@ -11,7 +11,7 @@ from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import softcapped_swiglu
 from fnmodels.ops.norm import l2_clip
 from fnmodels.ops.recurrent.dynamic_conv import dynamic_conv, preceding, residual_conv
-from fnmodels.ops.streams.depth import attend_depth, gate_message
+from fnmodels.ops.streams.depth import attend_depth, gate_message, mix_depth
 from tests.support.cases import segments
 
 ROWS = segments((-2, 7, 4), (6, 6, -1))
@@ -37,6 +37,20 @@ def test_attention_over_depth_is_a_loop_over_tokens() -> None:
                 shares = torch.stack([query[q] @ state / D**0.5 for state in states]).softmax(0)
                 want = sum(share * state for share, state in zip(shares, states, strict=True))
                 torch.testing.assert_close(got[q][b, t], want)
+
+
+def test_a_mixture_of_states_is_a_loop_over_tokens() -> None:
+    """By scores of the norms, which are not mixed; a state alone is returned as it is."""
+    query, blocks, x = drawn(D), drawn(2, 5, 4, D, seed=1), 3 * drawn(2, 5, D, seed=2)
+    got = mix_depth(query, blocks, x, eps=0.1)
+    for b in range(2):
+        for t in range(5):
+            states = [*blocks[b, t], x[b, t]]
+            shares = torch.stack([query @ normed(state, 0.1) for state in states]).softmax(0)
+            want = sum(share * state for share, state in zip(shares, states, strict=True))
+            torch.testing.assert_close(got[b, t], want)
+    assert torch.equal(mix_depth(query, blocks[..., :0, :], x, eps=0.1), x)
+    assert mix_depth(query, blocks, x.bfloat16(), eps=0.1).dtype == torch.bfloat16
 
 
 def test_attention_over_depth_without_blocks_is_a_norm() -> None:
