@@ -345,9 +345,9 @@ class Context(ChoiceHooks):
         run = with_identities(run, len(layer["router"]) - identities) if identities else run
         run = with_each_output(run, finish) if finish else run
         experts = functools.partial(run, input_weighted=input_weighted)
-        tensors = {name: self.tensors.get(name) for name in ("valid", "routing")}
-        how: dict[str, Any] = {"act": act, "dtypes": dtypes, "latent_eps": latent_eps, "tap": self.tap}
-        y, routed = moe(layer, x, route, **tensors, experts=experts, **how)
+        how: dict[str, Any] = {name: self.tensors.get(name) for name in ("valid", "routing")}
+        how |= {"act": act, "dtypes": dtypes, "latent_eps": latent_eps, "tap": self.tap}
+        y, routed = moe(layer, x, route, experts=experts, **how)
         self.aux |= {name: routed[name] for name in KEPT}
         return y
 

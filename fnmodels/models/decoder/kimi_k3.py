@@ -102,10 +102,10 @@ class Config(mla.LatentMixtureConfig):
         experts = mixture.shared_from_hf(fields, layers, dense=1, scale=1.0)
         linear = [i % 4 != 3 and i != layers - 1 for i in range(layers)]
         experts["layer_kinds"] = kimi.layer_kinds(fields, linear, experts["layer_kinds"])
+        own: dict[str, Any] = {ours: fields.integer(name, high=1 << 16) for name, ours in _SIZES.items()}
+        own |= {ours: fields.number(name) for name, ours in _CAPS.items()}
         config = Config(
-            **sizes | experts | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)},
-            **{ours: fields.integer(name, high=1 << 16) for name, ours in _SIZES.items()},
-            **{ours: fields.number(name) for name, ours in _CAPS.items()},
+            **sizes | experts | own | {"rms_norm_eps": fields.number("rms_norm_eps", 1e-5)},
             linear_num_heads=fields.integer("linear_num_heads", 96, high=1 << 16),
             linear_head_dim=fields.integer("linear_head_dim", 128, high=1 << 16),
             linear_conv_kernel_dim=fields.integer("linear_conv_kernel_dim", 4, high=1 << 16),
