@@ -40,7 +40,7 @@ TEXT: dict[str, Any] = {
     "hidden_act": "situ",
     "activation_situ_beta": 0.9,
     "activation_situ_linear_beta": 1.4,
-    "rms_norm_eps": 1e-2,
+    "rms_norm_eps": 1e-1,
     "max_position_embeddings": 64,
     "linear_attn_config": DELTA,
     "tie_word_embeddings": False,
@@ -50,7 +50,7 @@ TEXT: dict[str, Any] = {
 }
 TINY: dict[str, Any] = {"model_type": "kimi_k3", "text_config": TEXT}
 # Blocks of three layers, whose last one is open; a kernel of three taps, and a query without a latent.
-_DELTA = {"kda_layers": [2, 3], "full_attn_layers": [1, 4], "short_conv_kernel_size": 3, "num_heads": 3, "head_dim": 6}
+_DELTA = {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "short_conv_kernel_size": 3, "num_heads": 3, "head_dim": 6}
 GROUPS = TEXT | {"num_hidden_layers": 4, "attn_res_block_size": 3, "q_lora_rank": None, "num_shared_experts": 1}
 GROUPS |= {"num_expert_group": 3, "topk_group": 2, "moe_renormalize": False, "linear_attn_config": DELTA | _DELTA}
 GROUPS |= {"first_k_dense_replace": 0}

@@ -172,8 +172,7 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     def read(name: str, blocks: Tensor, x: Tensor) -> Tensor:
         return mix_depth(upcast(layer[name]["proj"]) * upcast(layer[name]["norm"]), blocks, x, eps=eps)
 
-    value = x if "opens" in words else read("attention_read", blocks, x)
-    normed = rms_norm(value, layer["input_layernorm"], eps=eps)
+    normed = rms_norm(read("attention_read", blocks, x), layer["input_layernorm"], eps=eps)
     attend = _delta_attention if LayerKind.parse(kind).ordered else _latent_attention
     mixed = attend(layer["attention"], normed, mask, freqs, config, ctx)
     attended = ctx.tap("attention", project_out(layer["attention"], mixed))

@@ -24,7 +24,7 @@ from tests.variants.kimi_k3 import DELTA, FILES, GROUPS, TEXT, TINY
 ROWS = segments((-2, 7, 4), (6, 6, -1))
 DOCUMENTS = ((0, 1), (0, 2), (1, 1), (1, 2))
 TOKENS = torch.randint(3, 61, ROWS.shape, generator=torch.Generator().manual_seed(0))
-EPS = 1e-2
+EPS = TEXT["rms_norm_eps"]
 State = dict[str, Tensor]
 
 
@@ -186,7 +186,7 @@ def test_logits_and_gradients_are_those_of_a_written_out_model(text: Any, tmp_pa
         grads = {f"language_model.{n}": grad for n in names if (grad := state[n].grad) is not None}
         if not grads:
             without.add(path)
-            assert leaf.grad is None, path
+            assert leaf.grad is None or not bool(leaf.grad.any()), path
             continue
         for n in names:  # an expert without a token
             grads.setdefault(f"language_model.{n}", torch.zeros_like(state[n]))

@@ -24,13 +24,13 @@ def leaves_of(config: Any, kind: LayerKind, index: int) -> Tree:
     """The parameters of layer `index`: weights [out, in].
 
     attention_read, mlp_read: the query of what a sublayer reads, "proj" times "norm"; fold: that of the final norm. The
-    first layer has nothing to choose from, and its attention_read, which files have, is not used.
+    attention of the first layer has one state to choose from, so that its query has no gradient.
     """
     attention: Tree = _delta_leaves(config) if kind.ordered else _gated_latent_leaves(config)
     query = {"proj": norm(config.hidden_size, "embed", 0.0), "norm": norm(config.hidden_size, "embed")}
-    unused = {name: replace(leaf, trainable=False) for name, leaf in query.items()}
+    fixed = {name: replace(leaf, trainable=False) for name, leaf in query.items()}
     tree = layer_leaves(config.hidden_size, attention, _mlp_leaves(config, kind))
-    tree |= {"attention_read": query if index else unused, "mlp_read": query}
+    tree |= {"attention_read": query if index else fixed, "mlp_read": query}
     return tree | ({"fold": query} if index == config.num_hidden_layers - 1 else {})
 
 
