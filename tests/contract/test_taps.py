@@ -18,7 +18,7 @@ from fnmodels.models.common.decoder import head
 from fnmodels.models.common.family import LayerKind, field_of
 from fnmodels.ops import norm
 from fnmodels.ops.attention.select import attention
-from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, clamped_swiglu, limited_glu
+from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, clamped_swiglu, limited_glu, softcapped_swiglu
 from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.layer import MOE_TAPS
 from fnmodels.ops.recurrent.token_shift import token_shift
@@ -167,6 +167,9 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
                 neurons = clamped_swiglu(pre, F.linear(x, own["up_proj"]), **how)
             if case.family == "glm5_next":
                 neurons = clamped_glu(pre, F.linear(x, own["up_proj"]), activation=act, limit=config.swiglu_limit)
+            if case.family == "kimi_k3":
+                caps = {"gate_cap": config.gate_softcap, "up_cap": config.up_softcap}
+                neurons = softcapped_swiglu(pre, F.linear(x, own["up_proj"]), **caps)
             number = fnmodels.family_of(config).kinds(config)[index].rpartition("_")[2]
             if (limits := getattr(config, "limits", ())) and number.isdigit() and (limit := limits[int(number)][1]):
                 neurons = limited_glu(pre, F.linear(x, own["up_proj"]), activation=act, limit=limit)
@@ -366,6 +369,7 @@ NORMS = {  # of layers, by a variant that has them
     "gemma4_text_e": ("post_per_layer_input_norm",),
     "inkling2": tuple(f"{name}_input_layernorm" for name in "qkv"),
     "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],
+    "kimi_k3": ("mlp.latent_norm",),
 }
 VALUES = {
     "llama": (

@@ -13,6 +13,7 @@ ROUTER = RouterDtypes(param="model", projection="wide", score="wide", output="wi
 
 DELTA: dict[str, Any] = {"head_dim": 10, "num_heads": 2, "short_conv_kernel_size": 4, "use_full_rank_gate": True}
 DELTA |= {"kda_layers": [1, 2, 4], "full_attn_layers": [3, 5], "gate_lower_bound": -3.0}
+# A large eps and small weights of experts, since norms of small sums in a row amplify errors of fp32.
 TEXT: dict[str, Any] = {
     "model_type": "kimi_linear",
     "vocab_size": 61,
@@ -34,13 +35,13 @@ TEXT: dict[str, Any] = {
     "num_experts_per_token": 2,
     "routed_expert_hidden_size": 20,
     "latent_moe_use_norm": True,
-    "routed_scaling_factor": 1.7,
+    "routed_scaling_factor": 0.7,
     "first_k_dense_replace": 1,
     "attn_res_block_size": 2,
     "hidden_act": "situ",
     "activation_situ_beta": 0.9,
     "activation_situ_linear_beta": 1.4,
-    "rms_norm_eps": 1e-1,
+    "rms_norm_eps": 5e-1,
     "max_position_embeddings": 64,
     "linear_attn_config": DELTA,
     "tie_word_embeddings": False,

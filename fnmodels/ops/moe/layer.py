@@ -49,12 +49,12 @@ def moe(
 
     layer: the leaves of `fnmodels.models.common.spec.moe_leaves`; with latent_in_proj and latent_out_proj the experts,
     and neither the router nor the shared expert, work between these projections, the second of which may read a norm of
-    eps `latent_eps` and weight latent_norm. x [B, S, D], or a pair: what the
-    router reads, and x. route: a function of `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at
-    padding. routing: [B, S, k] int64, a replay of experts chosen earlier, distinct per token; their weights come from
-    the live logits. On the CPU, ValueError for an expert that does not exist or is named twice (`forward` checks k,
-    since it knows the config). experts: see `ops.moe.choice.choose_experts`. act: (gate, up) -> inner, or a pair, that
-    of the experts and that of the shared one. dtypes: those of the logits and of the weights of the chosen experts.
+    eps `latent_eps` and weight latent_norm. x [B, S, D], or a pair: what the router reads, and x. route: a function of
+    `ops.moe.router` with its keywords bound. valid: [B, S] bool, False at padding. routing: [B, S, k] int64, a replay
+    of experts chosen earlier, distinct per token; their weights come from the live logits. On the CPU, ValueError for
+    an expert that does not exist or is named twice (`forward` checks k, since it knows the config). experts: see
+    `ops.moe.choice.choose_experts`. act: (gate, up) -> inner, or a pair, that of the experts and that of the shared
+    one. dtypes: those of the logits and of the weights of the chosen experts.
     counts: number of tokens routed to each expert.
     tap: called with the name and the value of the logits, indices and weights of the router, and with "experts" and
     "shared_expert", the outputs of both [B, S, D]; returns the values to use.

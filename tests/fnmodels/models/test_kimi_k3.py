@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fnmodels
 import params as P
-from fnmodels import kimi_k3, tree
+from fnmodels import kimi_k3, kimi_linear, tree
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common import storage
 from fnmodels.ops.norm import rms_norm
@@ -320,6 +320,24 @@ def test_heads_of_delta_layers_are_padded_with_zeros(tmp_path: Path) -> None:
 
 def test_the_fields_of_the_text_may_stand_beside_the_type() -> None:
     assert kimi_k3.Config.from_hf(TEXT | {"model_type": "kimi_k3"}) == kimi_k3.Config.from_hf(TINY)
+
+
+# The fields of the text that Kimi Linear, whose name `text_config` has, does not know.
+NEW = ("mla_use_output_gate", "routed_expert_hidden_size", "latent_moe_use_norm", "attn_res_block_size")
+NEW += ("activation_situ_beta", "activation_situ_linear_beta")
+NEW_OF_DELTA = ("gate_lower_bound", "use_full_rank_gate")
+PLAIN = {name: value for name, value in TEXT.items() if name not in (*NEW, "hidden_act")}
+PLAIN["linear_attn_config"] = {name: value for name, value in DELTA.items() if name not in NEW_OF_DELTA}
+
+
+@pytest.mark.parametrize("name", [*NEW, *NEW_OF_DELTA, "hidden_act"])
+def test_a_bare_text_is_not_read_as_kimi_linear(name: str) -> None:
+    """Each field alone is refused by its name, and without them all the file is one of Kimi Linear."""
+    assert kimi_linear.Config.from_hf(PLAIN).model_type == "kimi_linear"
+    delta = PLAIN["linear_attn_config"] | {name: DELTA.get(name)}
+    changes = {"linear_attn_config": delta} if name in NEW_OF_DELTA else {name: TEXT[name]}
+    with pytest.raises((ConfigError, UnsupportedError), match=name):
+        kimi_linear.Config.from_hf(PLAIN | changes)
 
 
 @pytest.mark.parametrize(

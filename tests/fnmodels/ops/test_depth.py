@@ -50,7 +50,7 @@ def test_a_mixture_of_states_is_a_loop_over_tokens() -> None:
             want = sum(share * state for share, state in zip(shares, states, strict=True))
             torch.testing.assert_close(got[b, t], want)
     assert torch.equal(mix_depth(query, blocks[..., :0, :], x, eps=0.1), x)
-    assert mix_depth(query, blocks, x.bfloat16(), eps=0.1).dtype == torch.bfloat16
+    assert mix_depth(query.float(), blocks, x.bfloat16(), eps=0.1).dtype == torch.bfloat16
 
 
 def test_attention_over_depth_without_blocks_is_a_norm() -> None:

@@ -192,6 +192,8 @@ DEPTH: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     *((name, mesh, {}, {}) for name in ("inkling2", "inkling2_loop") for mesh in ("tp=2", "ep=2", "fsdp=2,tp=2")),
     ("inkling2", "pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
     ("inkling2", "pp=2,tp=2", {}, {"accumulate": 2}),
+    ("kimi_k3", "tp=2", {"sequence": True}, {}),
+    ("kimi_k3", "ep=2,tp=2", {}, {}),
     ("kimi_k3", "fsdp=2,tp=2", {}, {"remat": "full"}),
     ("kimi_k3", "pp=2,cp=2", {}, {"accumulate": 2}),
 ]
@@ -209,7 +211,6 @@ def test_attention_over_depth(
     [
         ("inkling2", "cp=2", {}, "bias"),
         ("inkling2", "tp=2", {"sequence": True}, "use sequence=False"),
-        ("kimi_k3", "tp=2", {"sequence": True}, "use sequence=False"),
         ("inkling2_loop", "pp=2", {"schedule": "1F1B"}, "loop"),
     ],
 )
