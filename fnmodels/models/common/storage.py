@@ -203,7 +203,7 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
 def join(slices: Iterable[tuple[Single, Tensor]]) -> Tensor:
     """The tensor in the file, joined from all the parameters that are slices of it: the inverse of `extract`.
 
-    Rows of no parameter are zeros (of a head, up to a rounder number of tokens).
+    Rows of no parameter are zeros (of a head, up to a rounder number of tokens; of decays, of heads).
     """
     slices = list(slices)
     first, value = slices[0]

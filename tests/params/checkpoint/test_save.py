@@ -209,8 +209,10 @@ def test_parts_are_joined_and_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_parts_fill_their_tensors(case: Case) -> None:
     """Joined tensors are written completely, without uninitialized rows, and their slices agree on the shape."""
     for name, parts in by_name(stored_leaves(case.config)).items():
-        # a head with rows of zeros up to those of the embedding
-        padded = [slot.path for slot in parts] == ["lm_head"] and hasattr(case.config, "embedding_rows")
+        # with zeros after it: a head, up to the rows of the embedding; decays of Kimi K3, up to 128 heads
+        paths = [slot.path for slot in parts]
+        padded = paths == ["lm_head"] and hasattr(case.config, "embedding_rows")
+        padded |= case.family == "kimi_k3" and len(paths) == 1 and paths[0].endswith(".attention.A_log")
         assert padded or covers([slot.stored for slot in parts]), name
         assert len({(type(slot.stored), slot.disk_shape, slot.leaf.dtype, slot.leaf.keep_dtype) for slot in parts}) == 1
         for slot in parts:
