@@ -332,11 +332,11 @@ class Context(ChoiceHooks):
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
-        x: may be a pair, what the router reads and what the experts do.
-        act: a function (gate, up) -> inner, the name of an activation for `glu`, or a pair of functions, that of the
-        experts and that of the shared one. input_weighted: scale the experts' inputs, not their outputs. identities: so
-        many of the router's experts, the last ones, return their input. finish: of `with_each_output`.
-        Token counts and router logits are always in aux; the chosen experts and their weights if they are in `taps`.
+        x: may be a pair, what the router reads and what the experts do. act: a function (gate, up) -> inner, the name
+        of an activation for `glu`, or a pair of functions, that of the experts and that of the shared one.
+        input_weighted: scale the experts' inputs, not their outputs. identities: so many of the router's experts, the
+        last ones, return their input. finish: of `with_each_output`. Token counts and router logits are always in aux;
+        the chosen experts and their weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
@@ -344,10 +344,9 @@ class Context(ChoiceHooks):
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
         run = with_identities(run, len(layer["router"]) - identities) if identities else run
         run = with_each_output(run, finish) if finish else run
-        experts = functools.partial(run, input_weighted=input_weighted)
         how: dict[str, Any] = {name: self.tensors.get(name) for name in ("valid", "routing")}
-        how |= {"act": act, "dtypes": dtypes, "latent_eps": latent_eps, "tap": self.tap}
-        y, routed = moe(layer, x, route, experts=experts, **how)
+        how |= {"experts": functools.partial(run, input_weighted=input_weighted), "latent_eps": latent_eps}
+        y, routed = moe(layer, x, route, act=act, dtypes=dtypes, tap=self.tap, **how)
         self.aux |= {name: routed[name] for name in KEPT}
         return y
 
