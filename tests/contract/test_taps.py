@@ -16,6 +16,7 @@ from fnmodels.inputs.convert import to_dense
 from fnmodels.models.common import context
 from fnmodels.models.common.decoder import head
 from fnmodels.models.common.family import LayerKind, field_of
+from fnmodels.models.decoder import muse_spark
 from fnmodels.ops import norm
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu, clamped_swiglu, limited_glu, softcapped_swiglu
@@ -198,7 +199,7 @@ def mixtures_of(case: Case) -> list[tuple[dict[str, Any], Tensor, Tensor, Any, b
         finishes[""] = finish
         return with_each_output(experts, finish)
 
-    with mock.patch.object(context, "moe", record), mock.patch.object(context, "with_each_output", note):
+    with mock.patch.object(context, "moe", record), mock.patch.object(muse_spark, "with_each_output", note):
         batch_of(case.config, ROWS).forward(generic_params(case.config), kernel="math")
     return found
 

@@ -43,15 +43,13 @@ from fnmodels.ops.mla import (
 )
 from fnmodels.ops.mlp import glu
 from fnmodels.ops.moe.choice import choose_experts
-from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.experts import with_merged_adapters
 from fnmodels.ops.moe.experts_loop import Act
-from fnmodels.ops.moe.identities import with_identities
 from fnmodels.ops.moe.layer import KEPT, LATENT_EPS, Route, moe
 from fnmodels.ops.moe.router import RouterDtypes
 from fnmodels.ops.norm_taps import watched_norms
 from fnmodels.ops.slots import Entry, SlotUse, extended
-from fnmodels.options import USUAL, Block, ForwardOptions, Tap, untapped
+from fnmodels.options import USUAL, Block, Experts, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
 from .chosen_keys import ChoiceHooks, chosen_keys
@@ -326,24 +324,22 @@ class Context(ChoiceHooks):
         act: str | Act | tuple[Act, Act],
         dtypes: RouterDtypes,
         input_weighted: bool = False,
-        identities: int = 0,
-        finish: Callable[[Tensor], Tensor] | None = None,
+        around: Callable[[Experts], Experts] | None = None,
         latent_eps: float = LATENT_EPS,
     ) -> Tensor:
         """The mixture of experts on x [B, S, D]: [B, S, D]; arguments as for `fnmodels.ops.moe.layer.moe`.
 
         x: may be a pair, what the router reads and what the experts do. act: a function (gate, up) -> inner, the name
         of an activation for `glu`, or a pair of functions, that of the experts and that of the shared one.
-        input_weighted: scale the experts' inputs, not their outputs. identities: so many of the router's experts, the
-        last ones, return their input. finish: of `with_each_output`. Token counts and router logits are always in aux;
-        the chosen experts and their weights if they are in `taps`.
+        input_weighted: scale the experts' inputs, not their outputs. around: wraps the function of the experts, such as
+        `with_identities` and `with_each_output`. Token counts and router logits are always in aux; the chosen experts
+        and their weights if they are in `taps`.
         """
         act = functools.partial(glu, activation=act) if isinstance(act, str) else act
         inner = x[1] if isinstance(x, tuple) else x
         layer = layer | {"experts": with_merged_adapters(layer["experts"])}
         run = choose_experts(self.options.expert_path, inner, *layer["experts"].values())
-        run = with_identities(run, len(layer["router"]) - identities) if identities else run
-        run = with_each_output(run, finish) if finish else run
+        run = around(run) if around else run
         how: dict[str, Any] = {name: self.tensors.get(name) for name in ("valid", "routing")}
         how |= {"experts": functools.partial(run, input_weighted=input_weighted), "latent_eps": latent_eps}
         y, routed = moe(layer, x, route, act=act, dtypes=dtypes, tap=self.tap, **how)

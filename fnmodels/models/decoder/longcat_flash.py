@@ -44,6 +44,7 @@ from fnmodels.models.common.storage import Stored
 from fnmodels.models.common.storage import renamed as renamed_part
 from fnmodels.ops import apply_rotary_interleaved, gated_mlp, latent_scale, project_out, rms_norm
 from fnmodels.ops.embedding import NgramHash, add_ngrams, ngram_rows
+from fnmodels.ops.moe.identities import with_identities
 from fnmodels.ops.moe.router import RouterDtypes, softmax_top_k
 from fnmodels.tree import Tree, flatten
 
@@ -331,8 +332,9 @@ def _experts(mlp: Tree, x: Tensor, config: Config, ctx: Context) -> Tensor:
     routed = {name: leaf for name, leaf in mlp.items() if name != "shared_expert"}
     # a view, so that gradients of router and experts are added first, as where padding is cleared: the same bits
     x = x.view_as(x)
-    how: dict[str, Any] = {"act": config.hidden_act, "dtypes": ROUTER, "identities": config.zero_expert_num}
-    return ctx.moe(routed, x, route, **how)
+    real = len(mlp["router"]) - config.zero_expert_num
+    around = functools.partial(with_identities, count=real) if config.zero_expert_num else None
+    return ctx.moe(routed, x, route, act=config.hidden_act, dtypes=ROUTER, around=around)
 
 
 PRESETS: dict[str, ConfigJson] = {

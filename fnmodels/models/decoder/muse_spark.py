@@ -29,6 +29,7 @@ from fnmodels.models.common.storage import Stored
 from fnmodels.ops import gated_mlp
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.linear import linear
+from fnmodels.ops.moe.each_output import with_each_output
 from fnmodels.ops.moe.router import RouterDtypes, sigmoid_top_k
 from fnmodels.ops.norm import rms_norm, rms_norm_offset, rms_norm_scaled_input
 from fnmodels.tree import Tree, flatten
@@ -172,7 +173,8 @@ def _experts(mlp: Tree, x: Tensor, config: Config, ctx: Context) -> Tensor:
 
     routed = {name: mlp[name] for name in ("router", "experts")}
     read = upcast(x) * config.logit_scale
-    y = ctx.moe(routed, (read, pooled), route, act=config.hidden_act, dtypes=ROUTER, finish=finish)
+    around = functools.partial(with_each_output, finish=finish)
+    y = ctx.moe(routed, (read, pooled), route, act=config.hidden_act, dtypes=ROUTER, around=around)
     return linear(y, mlp["post_expert_proj"])
 
 
