@@ -62,6 +62,7 @@ UNKNOWN = {
     "Dream",
     "FluxTransformer2DModel",
     "kimi_k2",
+    "kimi_k3",
     "llada",
     "longcat_flash_ngram",
 }
