@@ -249,13 +249,9 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     flat, leaves = tree.flatten(updates), tree.flatten(params)
     for path, update in flat.items():
         if path not in leaves:
-            raise ValueError(
-                f"There is an update of {path!r} and no such leaf in params, which has {sorted(leaves)[:5]}."
-            )
-        if update.shape != leaves[path].shape:
-            raise ValueError(
-                f"The update of {path!r} is {list(update.shape)}, and the parameter is {list(leaves[path].shape)}."
-            )
+            raise ValueError(f"There is an update of {path!r}, and no such leaf in params: {sorted(leaves)[:5]}.")
+        if update.shape != (shape := leaves[path].shape):
+            raise ValueError(f"The update of {path!r} is {list(update.shape)}, and the parameter is {list(shape)}.")
     return with_paths(lambda path, p: (p + flat[path]).to(p.dtype) if path in flat else p, params)
 
 
