@@ -45,17 +45,13 @@ def remat(block: Block) -> Block:
         default, or an attribute.
     """
     function, bound = _unbound(block)
-    checked = False
 
     def recomputed(*args: Any, **tensors: Any) -> tuple[Tensor, dict[str, Any]]:
-        nonlocal checked
         if torch.compiler.is_compiling():
             from .torch_internals import transforms  # here, for making it imports dynamo
 
             return block(*args, **tensors) if transforms() else checkpoint(block, *args, use_reentrant=False, **tensors)
-        if not checked:  # here, since variables may have no value yet when the block is wrapped
-            _refuse_held(function)
-            checked = True
+        _refuse_held(function)  # in every call, since what its variables hold may change
         arguments = ((*bound[0], *args), bound[1] | tensors)
         results: list[Tree] = []
 
@@ -185,8 +181,10 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             value = function.__globals__.get(name)
             if isinstance(value, (Tensor, dict, list, tuple, torch.nn.Module)):
                 yield name, value
-    named = inspect.signature(function, follow_wrapped=False).parameters.values()
-    yield from ((each.name, each.default) for each in named if each.default is not each.empty)
+    code, defaults = function.__code__, function.__defaults__ or ()
+    positional = code.co_varnames[: code.co_argcount]
+    yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -8,6 +8,7 @@ they stay as they are computed, whatever the method. `activations` and `cache` s
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,7 @@ class Quantization:
         dtype = found[name][1].dtype
         forms = self.modules.get(name.rpartition(".")[0], self.forms) if self.modules else self.forms
         for form in forms:
-            if not name.endswith(form.codes.ending):
+            if not name.endswith(form.codes.ending) or not re.search(form.only, name):
                 continue
             if dtype not in form.codes.dtypes and form.codes.ending == form.weight:  # a weight that is not quantized
                 continue

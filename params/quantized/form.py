@@ -130,7 +130,7 @@ class Form:
     codes can only be decoded at once. turned: the weight is [in, out].
     dtype: of the dequantized weight; None: that of the scales. state: the ending of a tensor that describes the weight.
     beside: endings of tensors that say nothing of the values. repeated: endings of tensors that say again what the form
-    is, each with the integers that it must hold.
+    is, each with the integers that it must hold. only: a pattern in the names of the tensors of codes that may have it.
     """
 
     name: str
@@ -154,6 +154,7 @@ class Form:
     state: str = ""
     beside: tuple[str, ...] = ()
     repeated: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    only: str = ""
 
     @property
     def descriptions(self) -> tuple[str, ...]:

@@ -168,8 +168,8 @@ def _fp8(inner: Fields, method: str) -> Quantization:
             yield forms.mxfp8(scale)
         if experts == "fp4":
             yield forms.mxfp4("", scale)
-        if named:  # tables of embeddings, beside blocks
-            yield forms.fp8_tensor(scale)
+        if named:  # shards of tables, whose one scale would be too few blocks of any other weight
+            yield replace(forms.fp8_tensor(scale), only=forms.SHARD)
 
     fp8_forms = [form for scale in ("_scale_inv", "_scale") for form in forms_of(scale)]
     # DeepSeek V4's and Mistral's own names

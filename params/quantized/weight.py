@@ -15,7 +15,7 @@ from params.io.safetensors_file import Box, TensorEntry, TensorFile, box_shape, 
 
 from .declared import UNDECLARED, Declaration, Described, Quantization
 from .form import Axis, Form, Part, Region
-from .forms import FP8
+from .forms import FP8, SHARD
 
 WORDS = (torch.bfloat16, torch.float16, torch.float32)  # that files may hold codes of bytes in
 _DESCRIPTION = 64  # integers of a tensor that says again what the form is; the longest one is the name of a packing
@@ -115,9 +115,6 @@ def _as_bytes(found: Mapping[str, Located], quantization: Quantization) -> dict[
     return out
 
 
-_SHARD = re.compile(r"\.shard_\d+\.(?=weight$)")
-
-
 def _with_scales_of_shards(found: dict[str, Located]) -> dict[str, Located]:
     """`found` with the scale of a table, X.weight_scale, as that of each of the tensors X.shard_0.weight to the last.
 
@@ -125,8 +122,8 @@ def _with_scales_of_shards(found: dict[str, Located]) -> dict[str, Located]:
     """
     out = dict(found)
     for name, (_, entry) in found.items():
-        table = _SHARD.sub(".", name) + "_scale"
-        if entry.dtype in FP8 and table in found and _SHARD.search(name):
+        table = re.sub(SHARD, ".", name) + "_scale"
+        if entry.dtype in FP8 and table in found and re.search(SHARD, name):
             out[f"{name}_scale"] = found[table]
             out.pop(table, None)
     return out

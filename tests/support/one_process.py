@@ -145,6 +145,8 @@ def even(name: str) -> Any:
         changes |= {key: value for key, value in sizes.items() if key in names}
     if "linear_num_value_heads" in names:
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    if "linear_num_heads" in names:
+        changes["linear_num_heads"] = 4
     return dataclasses.replace(config, **changes)
 
 

@@ -188,6 +188,15 @@ def test_a_function_that_holds_a_differentiated_tensor_is_refused(how):
     assert torch.equal(fnmodels.remat(holding(v))(x), x * v * (2 if how == "partial" else 1))  # a constant
 
 
+def test_what_a_function_holds_is_checked_in_each_call():
+    v, x = torch.linspace(0.5, 2, 3), torch.ones(3)
+    again = fnmodels.remat(lambda x: x * v)
+    assert torch.equal(again(x), x * v)
+    v.requires_grad_()
+    with pytest.raises(ValueError, match="closes over the tensor 'v'"):
+        again(x)
+
+
 def test_a_module_and_a_kernel_that_hold_parameters_are_refused():
     with pytest.raises(ValueError, match="closes over the tensor 'weight'"):
         fnmodels.remat(torch.nn.Linear(3, 3))(torch.ones(3))
