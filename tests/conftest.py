@@ -12,7 +12,7 @@ from tests.support.forks import Forks
 from tests.support.lanes import Lanes
 from tests.support.selection import model_types_of
 from tests.support.shared_trees import Guard
-from tests.support.status import Status
+from tests.support.status import Shows, Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fnmodels")
@@ -65,6 +65,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ranks, cuts, project, others = groups.values()
     before = max(0, share - len(ranks))
     items[:] = [*ranks, *others[:before], *cuts, *project, *others[before:]]
+
+
+@pytest.fixture
+def shows(request: pytest.FixtureRequest) -> Shows:
+    """Says what the test shows of a model type, for the table of docs/models.md."""
+    return lambda model_type, column: request.node.user_properties.append(("status", (model_type, column)))
 
 
 @pytest.fixture(scope="session", autouse=True)

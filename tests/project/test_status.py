@@ -39,6 +39,10 @@ def test_sizes(record_property):
     record_property(PRESET, ("llama", 7_000_000_000))
     record_property(PRESET, ("llama", 500_000_000))
     record_property(CHECKED, ("llama", 7_000_000_000))
+
+def test_a_loop(record_property):
+    record_property("status", ("qwen3", "loops"))
+    record_property("status", ("gpt2", "loops"))
 """
 
 
@@ -96,8 +100,8 @@ def test_a_full_run_writes_what_it_showed(project: Project, monkeypatch: pytest.
     update(project, monkeypatch, "tests")
     assert row(project, "llama")[2:] == ["yes", "not yet", "not yet", "not yet", "500M to 7B (2)", "7B"]
     assert row(project, "gpt2")[2:] == ["yes", "yes", "not yet", "not yet", "none", "none"]
-    assert row(project, "qwen3")[2:] == [*["not yet"] * 4, "none", "none"]
-    project.run_tests("tests").assert_outcomes(passed=4)
+    assert row(project, "qwen3")[2:] == ["loops", *["not yet"] * 3, "none", "none"]
+    project.run_tests("tests").assert_outcomes(passed=5)
     write(project, broken="llama", packing="pytest.skip('no device')")
     update(project, monkeypatch)
     assert row(project, "llama")[2] == "no" and row(project, "gpt2")[2:4] == ["yes", "no"]
@@ -126,7 +130,7 @@ def test_several_processes_are_one_run(project: Project) -> None:
 
 
 def check_refused(result: pytest.RunResult) -> None:
-    result.assert_outcomes(passed=4, failed=1)
+    result.assert_outcomes(passed=5, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["*table of model types in docs/models.md does not say*"])
     result.stdout.fnmatch_lines([f"FAILED {PAGE}::status*"])

@@ -1,13 +1,15 @@
 """A pytest plugin that checks the table of model types in docs/models.md against the outcome of a full test run.
 
 A test of a `case` counts for its model type, in the column of its folder or file; a test of a published size says so by
-`record_property`. Both travel with the test's report, so that processes may share the work.
+`record_property`. Tests of other places say what they show by the fixture `shows`; "loops" is parity with a written-out
+model. All travel with the test's report, so that processes may share the work.
 FNMODELS_UPDATE_DOCS=1 writes the table. A run that leaves tests out neither writes it nor fails.
 """
 
 import os
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 
@@ -25,6 +27,7 @@ BEGIN, END = "<!-- status: written by FNMODELS_UPDATE_DOCS=1 make test -->\n", "
 NARROWING = ("keyword", "markexpr", "deselect", "ignore_glob", "lf", "stepwise", "collectonly")
 
 Shown = dict[tuple[str, str], list[Any]]
+Shows = Callable[[str, Literal["parity", "loops", "parallel"]], None]  # (model type, what the test compares it with)
 
 
 class Status:
@@ -88,7 +91,9 @@ def table(shown: Shown) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for model_type, module in fnmodels.families().items():
         cells = [model_type, f"`{module.replace('.', '/')}.py`"]
-        cells += [verdict(shown.get((model_type, column), [])) for column in COLUMNS]
+        loops = shown.get((model_type, "loops"), [])
+        found = [verdict(shown.get((model_type, column), [])) for column in COLUMNS]
+        cells += ["loops" if verdict(loops) == "yes" and found[0] == "not yet" else found[0], *found[1:]]
         sizes, checked = (sorted(shown.get((model_type, name), [])) for name in (PRESET, CHECKED))
         cells += [spread(sizes), brief(checked[-1]) if checked else "none"]
         lines.append("| " + " | ".join(cells) + " |")

@@ -16,6 +16,7 @@ from fnmodels.models.common import storage
 from fnmodels.models.decoder import bailing_moe
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
+from tests.support.status import Shows
 from tests.variants.bailing_moe import FIRST, TINY
 
 ROWS = segments((-2, 7, 4), (6, 6, -1))
@@ -82,10 +83,13 @@ def reference(tokens: Tensor, state: dict[str, Tensor], values: Values) -> Tenso
     return norm(x, state["model.norm.weight"]) @ state["lm_head.weight"].T
 
 
-@pytest.mark.parametrize("values", [TINY, FIRST], ids=["sigmoid", "softmax"])
-def test_logits_are_those_of_a_written_out_model(values: Values, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "values", [TINY, FIRST, TINY | {"model_type": "bailing_moe_v2"}], ids=["sigmoid", "softmax", "v2"]
+)
+def test_logits_are_those_of_a_written_out_model(values: Values, tmp_path: Path, shows: Shows) -> None:
     """With gradients of every parameter."""
     config = bailing_moe.Config.from_hf(values)
+    shows(config.model_type, "loops")
     P.save_pretrained(tmp_path, config, generic_params(config))
     state = {name: tensor.requires_grad_() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     again, params = P.load_pretrained(tmp_path)

@@ -1,14 +1,17 @@
 """Inkling 2: what its sublayers add, its loops, what they leave for each other and what they refuse; planted bugs."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 import fnmodels
+import params as P
 import train
 from fnmodels import inkling2, tree
 from fnmodels.errors import ConfigError, UnsupportedError
@@ -17,7 +20,9 @@ from fnmodels.models.common.inkling2 import passes
 from fnmodels.ops.recurrent.dynamic_conv import dynamic_conv, residual_conv
 from fnmodels.ops.streams.depth import attend_depth
 from tests.parity.test_logits import test_logits as check_logits
-from tests.support.cases import Case, batch_of, cases, generic_params, routing_of, segments
+from tests.support.cases import Case, batch_of, cases, generic, generic_params, routing_of, segments
+from tests.support.oracle import assert_close
+from tests.support.status import Shows
 from tests.variants.inkling2 import LOOP, TINY
 
 CASES = {case.name: case for case in cases() if case.family == "inkling2"}
@@ -125,6 +130,27 @@ def test_text_is_read_of_a_file_with_a_tower() -> None:
     assert dataclasses.replace(config, model_type="inkling2_loop_text") == inkling2.Config.from_hf(LOOP)
     again = config.to_hf()
     assert "vision_config" not in again and inkling2.Config.from_hf(again) == config
+
+
+@pytest.mark.parametrize(("model_type", "text"), [("inkling2", TINY), ("inkling2_loop", LOOP)], ids=str)
+def test_published_names_are_those_of_transformers(model_type: str, text: Any, tmp_path: Path, shows: Shows) -> None:
+    """A model with images, saved by transformers: its text is read, and gives the text model's logits."""
+    shows(model_type, "parity")
+    vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"patch_size": 4, "posemb_grid_size": 4, "projection_hidden_dim": 12, "text_hidden_size": 32}
+    config = transformers.AutoConfig.for_model(model_type, text_config=text, vision_config=vision, image_token_id=9)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(generic(name, tensor))
+    model.save_pretrained(tmp_path)
+    config, params = P.load_pretrained(tmp_path, part="text")
+    tokens = torch.randint(10, 61, (1, 20), generator=torch.Generator().manual_seed(3))
+    ours: Any = fnmodels.forward(params, *fnmodels.prepare(config, tokens), config=config, kernel="math")
+    with torch.no_grad():
+        theirs = model(input_ids=tokens, use_cache=False).logits
+    assert_close(ours, theirs)
+    assert config.model_type == model_type
 
 
 def test_other_names_of_fields() -> None:

@@ -19,6 +19,7 @@ from fnmodels.models.common import storage
 from fnmodels.ops.norm import rms_norm
 from fnmodels.ops.streams.depth import mix_depth
 from tests.support.cases import batch_of, generic_params, positions_of, segments
+from tests.support.status import Shows
 from tests.variants.kimi_k3 import DELTA, FILES, GROUPS, TEXT, TINY
 
 ROWS = segments((-2, 7, 4), (6, 6, -1))
@@ -164,8 +165,9 @@ def state_of(folder: Path) -> State:
 
 
 @pytest.mark.parametrize("text", [TEXT, GROUPS], ids=["usual", "groups"])
-def test_logits_and_gradients_are_those_of_a_written_out_model(text: Any, tmp_path: Path) -> None:
+def test_logits_and_gradients_are_those_of_a_written_out_model(text: Any, tmp_path: Path, shows: Shows) -> None:
     """Each document alone, with gradients of every parameter that has one."""
+    shows("kimi_k3", "loops")
     config, params = kimi_k3.Config.from_hf(TINY | {"text_config": text}), made(text, tmp_path)
     prepared = fnmodels.prepare(config, TOKENS, positions=positions_of(ROWS), segment_ids=ROWS)
     got: Any = fnmodels.forward(params, *prepared, config=config)

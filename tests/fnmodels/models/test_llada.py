@@ -20,6 +20,7 @@ from fnmodels.models.common import decoder
 from fnmodels.models.encoder import llada
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
+from tests.support.status import Shows
 from tests.variants.llada import FILES_TINY
 from train.generation.unmask import unmask
 from train.losses.masked_tokens import diffusion_masks, masked_diffusion_loss
@@ -65,8 +66,9 @@ def theirs(name: str, tokens: Tensor) -> Tensor:
 
 @every_model
 @pytest.mark.parametrize("kernel", ["math", "sdpa", "blocks"])
-def test_packed_documents_are_as_each_alone_in_the_relative(name: str, kernel: Any) -> None:
+def test_packed_documents_are_as_each_alone_in_the_relative(name: str, kernel: Any, shows: Shows) -> None:
     config = config_of(name)
+    shows(config.model_type, "parity")
     tokens = torch.randint(60, ROWS.shape, generator=torch.Generator().manual_seed(0))
     prepared = fnmodels.prepare(config, tokens, positions=positions_of(ROWS), segment_ids=ROWS)
     layout = fnmodels.layout(prepared[1]) if kernel == "blocks" else None

@@ -15,6 +15,7 @@ from fnmodels import minimax_m3
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.ops.indexers import blocks
 from tests.support.cases import batch_of, generic, generic_params, gradients, off, positions_of, segments, trainable
+from tests.support.status import Shows
 from tests.variants.minimax_m3 import TINY
 
 CONFIG = minimax_m3.Config.from_hf(TINY)
@@ -81,8 +82,9 @@ def test_steps_on_a_cache_choose_alike() -> None:
         assert difference("math") > 1e-3
 
 
-def test_published_names_are_those_of_transformers(tmp_path: Path) -> None:
+def test_published_names_are_those_of_transformers(tmp_path: Path, shows: Shows) -> None:
     """A model with images, saved by transformers: its text is read, and gives the text model's logits."""
+    shows("minimax_m3_vl", "parity")
     vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
     values = {"text_config": TINY, "vision_config": vision, "projector_hidden_size": 12, "image_token_index": 9}
     config = transformers.AutoConfig.for_model("minimax_m3_vl", **values, video_token_index=8)

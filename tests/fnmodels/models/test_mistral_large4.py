@@ -16,13 +16,15 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.ops import rotary
 from tests.support.cases import generic, generic_params, off, positions_of, segments
 from tests.support.oracle import assert_close, logits_of, model_of, params_of
+from tests.support.status import Shows
 from tests.variants.mistral_large4 import TINY
 
 ROWS = segments((-2, 9, 13), (19, 5))
 
 
-def test_the_text_of_published_files_is_read(tmp_path: Path) -> None:
+def test_the_text_of_published_files_is_read(tmp_path: Path, shows: Shows) -> None:
     """A model with images, saved by transformers: its text is read, and gives the text's logits."""
+    shows("mistral_large4", "parity")
     vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"head_dim": 8, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
     config = transformers.AutoConfig.for_model(

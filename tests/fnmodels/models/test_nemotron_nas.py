@@ -15,6 +15,7 @@ from fnmodels import nemotron_nas
 from fnmodels.errors import ConfigError, UnsupportedError
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
+from tests.support.status import Shows
 from tests.variants.nemotron_nas import LAYERS, TINY, blocks
 
 ROWS = segments((-2, 7, 4), (6, 6, -1))
@@ -53,8 +54,9 @@ def reference(tokens: Tensor, state: dict[str, Tensor]) -> Tensor:
     return norm(x, state["model.norm.weight"]) @ state["lm_head.weight"].T
 
 
-def test_logits_are_those_of_a_written_out_model(tmp_path: Path) -> None:
+def test_logits_are_those_of_a_written_out_model(tmp_path: Path, shows: Shows) -> None:
     """A layer without sublayers has no tensor, and those after it keep their numbers in the file."""
+    shows("nemotron-nas", "loops")
     config = nemotron_nas.Config.from_hf(TINY)
     P.save_pretrained(tmp_path, config, generic_params(config))
     state = load_file(tmp_path / "model.safetensors")

@@ -18,6 +18,7 @@ from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.ops.indexers.pooled import PooledIndexer
 from tests.support.cases import batch_of, generic, generic_params, gradients, off, segments, trainable
 from tests.support.oracle import model_of
+from tests.support.status import Shows
 from tests.variants.qwen4_exp import NGRAMS as OF_NGRAMS
 from tests.variants.qwen4_exp import TINY
 
@@ -86,8 +87,9 @@ def test_steps_on_a_cache_choose_alike() -> None:
         assert difference("math") > 1e-3
 
 
-def test_published_names_are_those_of_transformers(tmp_path: Path) -> None:
+def test_published_names_are_those_of_transformers(tmp_path: Path, shows: Shows) -> None:
     """A model with images, saved by transformers: its text is read, and gives the text model's logits."""
+    shows("qwen4_exp", "parity")
     vision = {"hidden_size": 16, "intermediate_size": 20, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
     values = {"text_config": TINY, "vision_config": vision, "image_token_id": 9, "video_token_id": 8}
     values |= {"vision_start_token_id": 7, "vision_end_token_id": 6}

@@ -18,6 +18,7 @@ from fnmodels.ops.recurrent.token_shift import token_shift
 from fnmodels.ops.recurrent.two_keys import two_key_rule
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
+from tests.support.status import Shows
 from tests.variants.rwkv7 import TINY
 
 ROWS = segments((-2, 7, 4), (6, 6, -1))
@@ -104,7 +105,8 @@ def check_logits(name: str, folder: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_logits_are_those_of_a_written_out_model(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_a_written_out_model(name: str, tmp_path: Path, shows: Shows) -> None:
+    shows("rwkv7", "loops")
     state = check_logits(name, tmp_path)
     assert state["model.layers.1.attn.x_r"].shape == (1, 1, 32)
     assert "model.layers.0.attn.v_lora.lora.0.weight" not in state

@@ -13,6 +13,7 @@ from fnmodels import longcat_flash
 from fnmodels.inputs.segments import preceding_tokens
 from fnmodels.ops.embedding import NgramHash, add_ngrams, ngram_rows
 from tests.support.cases import batch_of, cases, generic_params, segments
+from tests.support.status import Shows
 
 HOW = NgramHash(size=4, heads=2, rows=50, vocabulary=20, end=7)
 CONFIG: Any = next(case.config for case in cases() if case.name == "longcat_flash_ngram")
@@ -71,8 +72,9 @@ def test_embeddings_of_ngrams_equal_a_loop_with_gradients() -> None:
         assert torch.allclose(one, other)
 
 
-def test_a_model_with_ngrams_is_the_one_without_on_other_embeddings() -> None:
+def test_a_model_with_ngrams_is_the_one_without_on_other_embeddings(shows: Shows) -> None:
     """The published model: everything after the embedding is LongCat-Flash, which equals transformers."""
+    shows("longcat_flash_ngram", "loops")
     params, batch = generic_params(CONFIG), batch_of(CONFIG, segments((9, 3), (12,)))
     inputs, masks, freqs_cis = batch.prepared()
     how = CONFIG.ngrams

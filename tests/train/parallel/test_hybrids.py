@@ -29,6 +29,7 @@ from tests.support.one_process import (
     worst,
 )
 from tests.support.ranks_pool import Ranks
+from tests.support.status import Shows
 from tests.train.parallel.test_tensor import few_types
 from train.comm.dtensor import full_tensor
 from train.parallel import Mesh, fsdp
@@ -181,8 +182,9 @@ LOOPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("mesh", "strategy", "options"), LOOPS)
 @pytest.mark.parametrize("name", ["hrm_text", "zamba2"])
 def test_layers_that_run_several_times(
-    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any], shows: Shows
 ) -> None:
+    shows(config_of(name).model_type, "parallel")
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
 
 
@@ -201,8 +203,9 @@ DEPTH: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "mesh", "strategy", "options"), DEPTH)
 def test_attention_over_depth(
-    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any], shows: Shows
 ) -> None:
+    shows(config_of(name).model_type, "parallel")
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
 
 
