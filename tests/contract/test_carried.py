@@ -74,6 +74,7 @@ def test_there_are_cases() -> None:
         "inkling2_loop_text",
         "inkling2_loop",
         "kimi_k3",
+        "ouro",
     } | gemma | longcat
 
 

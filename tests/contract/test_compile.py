@@ -104,8 +104,8 @@ def test_a_plain_layout_is_one_graph(case: Case) -> None:
     assert counter.frame_count == 1
 
 
-# Layers of these read a state more after every block, so that a kind has a graph for each such number.
-DEEP = ("inkling2", "kimi_k3")
+# Layers of these read a state more after every block or pass, so that a kind has a graph for each such number.
+DEEP = ("inkling2", "kimi_k3", "ouro")
 
 
 @pytest.mark.parametrize("case", [case for case in block_structures() if case.family not in DEEP], ids=str)

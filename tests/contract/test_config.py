@@ -27,6 +27,7 @@ DESCRIPTIVE |= {
     "classifier_pooling",
 }  # other results than logits of tokens: tests/parity/test_heads.py
 DESCRIPTIVE |= {"mtp_layer_kinds"}  # of MTP heads, which the logits do not read: tests/parity/test_mtp.py
+DESCRIPTIVE |= {"exit"}  # what the head reads: tests/fnmodels/models/test_ouro.py
 DESCRIPTIVE |= {"low_gradients"}  # of gradients alone: tests/fnmodels/models/test_hrm_text.py
 NARROW = {
     "residual_in_fp32",
@@ -48,7 +49,7 @@ SIZES = {
 
 # Families whose kinds are two halves in turn, or follow from loops, shared blocks, sizes of each layer or from
 # where a layer stands.
-FOLLOWING = ("longcat_flash", "hrm_text", "zamba2", "nemotron_nas", "rwkv7")
+FOLLOWING = ("longcat_flash", "hrm_text", "ouro", "zamba2", "nemotron_nas", "rwkv7")
 
 
 def _others(value: Any) -> list[Any]:

@@ -295,8 +295,12 @@ def check_stream(case: Case, tapped: dict[str, Tensor]) -> None:
         if "middle" in tap:
             assert off(tap["middle"], middle) < 1e-5, index
         total = middle + tap.get("mlp", 0) + tap.get("per_layer", 0) + tap.get("shortcut", 0)
-        total = total * layers_run(case.config, generic_params(case.config)["layers"])[index].get("layer_scalar", 1)
-        assert off(tap["output"], total) < 1e-5, index
+        layer = layers_run(case.config, generic_params(case.config)["layers"])[index]
+        total = total * layer.get("layer_scalar", 1)
+        if "final_norm" in layer:  # after each pass of Ouro's stack, of which the head may read several
+            total = F.rms_norm(total, total.shape[-1:], layer["final_norm"], eps=case.config.rms_norm_eps)
+        if "exits" not in tap:
+            assert off(tap["output"], total) < 1e-5, index
 
 
 def check_state(case: Case, tapped: dict[str, Tensor]) -> None:
@@ -350,9 +354,10 @@ def test_taps_are_what_their_definition_says(case: Case) -> None:
     tapped = run_with_all_taps(case)
     for check in CHECKS:
         check(case, tapped)
-    # tests/fnmodels/models/test_deepseek_v4.py, ops/test_altup.py, ops/test_block_choice.py: norms of what no tap shows
+    # norms of what no tap shows: tests/fnmodels/models/test_deepseek_v4.py and test_ouro.py, ops/test_altup.py and
+    # test_block_choice.py
     hidden = ("altup.router_norm", "laurel.norm", "attention.indexer.q_norm", "attention.indexer.k_norm")
-    own = {"streams"} | {f"{name}{end}" for name in hidden for end in ("", ".scale")}
+    own = {"streams", "exits"} | {f"{name}{end}" for name in hidden for end in ("", ".scale")}
     assert {local(tap) for tap in tapped} - own <= {n for _, n in WRONG}, "each name has a planted error below"
 
 
@@ -371,6 +376,7 @@ NORMS = {  # of layers, by a variant that has them
     "inkling2": tuple(f"{name}_input_layernorm" for name in "qkv"),
     "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],
     "kimi_k3": ("mlp.latent_norm",),
+    "ouro": ("input_layernorm_2", "post_attention_layernorm_2", "final_norm"),
 }
 VALUES = {
     "llama": (
@@ -393,11 +399,9 @@ class Place:
     def __init__(self, case: Case, tap: str) -> None:
         self.case, self.tap, self.tapped = case, tap, run_with_all_taps(case)
         self.prefix = tap.removesuffix(local(tap))
-        self.weights: Any = (
-            generic_params(case.config)["layers"][int(tap.split(".")[1])]
-            if self.prefix
-            else generic_params(case.config)
-        )
+        params = generic_params(case.config)
+        layers = layers_run(case.config, params["layers"])
+        self.weights: Any = layers[int(tap.split(".")[1])] if self.prefix else params
 
     def __getitem__(self, name: str) -> Tensor:
         """Another tap of the layer."""

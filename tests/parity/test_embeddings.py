@@ -46,5 +46,6 @@ def test_every_family_is_compared() -> None:
         "kimi_k3",
         "llada",
         "nemotron_nas",
+        "ouro",
         "rwkv7",
     }

@@ -73,7 +73,7 @@ GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by k
 BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
 # with a summand that goes on to the next layer; with tables in layers, and a convolution
 NGRAMS = {name: name for name in ("longcat_flash_ngram", "qwen4_exp_ngrams")}
-LOOPS = {"hrm_text": "hrm_text_deep", "zamba2": "zamba2"}  # whose layers run several times
+LOOPS = {"hrm_text": "hrm_text_deep", "zamba2": "zamba2", "ouro": "ouro_expected"}  # whose layers run several times
 # whose layers leave states of blocks, and what runs some of them several times with messages
 DEPTH = {"inkling2": "inkling2", "inkling2_loop": "inkling2_loop"}
 # What microbatches change: a loss of all rows together, tables that the longest position decides.

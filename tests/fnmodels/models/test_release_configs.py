@@ -66,7 +66,7 @@ UNKNOWN = {
     "llada",
     "longcat_flash_ngram",
 }
-UNKNOWN |= {"nemotron-nas", "rwkv7", "sdar"}
+UNKNOWN |= {"nemotron-nas", "ouro", "rwkv7", "sdar"}
 
 
 def test_every_model_type_of_transformers_is_covered() -> None:

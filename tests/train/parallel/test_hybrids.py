@@ -180,7 +180,7 @@ LOOPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("mesh", "strategy", "options"), LOOPS)
-@pytest.mark.parametrize("name", ["hrm_text", "zamba2"])
+@pytest.mark.parametrize("name", ["hrm_text", "zamba2", "ouro"])
 def test_layers_that_run_several_times(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any], shows: Shows
 ) -> None:
