@@ -1,4 +1,4 @@
-"""D1 of the loss that trains indexers: over fsdp, tp and cp a step is that of one process, in both stages."""
+"""D1 of the loss that trains indexers: a step over fsdp, tp (with sequence too) and cp is that of one process."""
 
 from typing import Any
 
@@ -11,16 +11,23 @@ from tests.support.one_process import CHOOSING, errors_of, one_process, worst
 from tests.support.ranks_pool import Ranks
 from train.losses.indexers import teaching
 from train.parallel import Mesh
+from train.parallel.tensor.leaf_wrappers import RegionEntry
 
 LIMIT = 1e-5
-MESHES: dict[str, dict[str, Any]] = {"fsdp=2": {"remat": "full"}, "tp=2": {}, "cp=2": {}}
+MESHES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "fsdp=2": ("fsdp=2", {}, {"remat": "full"}),
+    "tp=2": ("tp=2", {}, {}),
+    "tp=2 with sequence": ("tp=2", {"sequence": True}, {}),
+    "fsdp=2,tp=2 with sequence": ("fsdp=2,tp=2", {"sequence": True}, {"remat": "full"}),
+    "cp=2": ("cp=2", {}, {}),
+}
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("stage", CHOOSING)
 def test_indexer_loss_over_a_mesh_is_that_of_one_process(ranks: Ranks, stage: str, mesh: str) -> None:
     """Every gradient, those of indexers among them, and every parameter after a step."""
-    found = ranks(Mesh.parse(mesh).world)(errors_of, stage, mesh, {}, MESHES[mesh])
+    found = ranks(Mesh.parse(MESHES[mesh][0]).world)(errors_of, stage, *MESHES[mesh])
     named = {what for errors in found for what in errors}
     assert any(what.startswith("gradient of") and ".indexer." in what for what in named) and "indexer_kl" in named
     assert worst(found)[0] < LIMIT, worst(found)
@@ -32,13 +39,27 @@ def errors_without(what: str) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch, may_differ():
         if what == "heads of other ranks":
             patch.setattr(teaching.collectives, "summed", lambda x, *_: x)
-            return errors_of("dense", "tp=2")
+            return errors_of("dense", "tp=2", {"sequence": True})
+        if what == "positions of other ranks":  # of which the indexer's gradients would be a part
+            patch.setattr(RegionEntry, "__call__", positions_alone)
+            return errors_of("dense", "tp=2", {"sequence": True})
         if what == "choices of other ranks":
             patch.setattr(teaching.collectives, "all_gather", lambda x, dim, group: x.repeat(1, 2, 1, 1))
             return errors_of("sparse blocks", "tp=2")
         gather = teaching.keys_of_ranks
         patch.setattr(teaching, "keys_of_ranks", lambda kernel: _Detached(gather(kernel)))
         return errors_of("dense", "cp=2")
+
+
+def positions_alone(entry: RegionEntry, x: Tensor) -> Tensor:
+    """All positions of what has a gradient, and of what the indexer reads this rank's with zeros for the others."""
+    whole = entry.region.enter(x)
+    if x.requires_grad or not torch.is_grad_enabled():
+        return whole
+    first = entry.region.rank * x.shape[1]
+    own = torch.zeros_like(whole)
+    own[:, first : first + x.shape[1]] = x
+    return own
 
 
 class _Detached:
@@ -53,16 +74,10 @@ class _Detached:
         return torch.cat(shards, 1)
 
 
-@pytest.mark.parametrize("what", ["heads of other ranks", "choices of other ranks", "gradients of other ranks' keys"])
+MISTAKES = ("heads of other ranks", "positions of other ranks", "choices of other ranks")
+MISTAKES += ("gradients of other ranks' keys",)
+
+
+@pytest.mark.parametrize("what", MISTAKES)
 def test_indexer_loss_over_a_mesh_mistakes_are_seen(ranks: Ranks, what: str) -> None:
     assert worst(ranks(2)(errors_without, what), "gradient")[0] > 100 * LIMIT
-
-
-def refusal() -> str:
-    with pytest.raises(ValueError, match="Indexers are trained") as error:
-        errors_of("dense", "tp=2", {"sequence": True})
-    return str(error.value)
-
-
-def test_indexer_loss_over_shards_of_positions_is_refused(ranks: Ranks) -> None:
-    assert all("sequence=False, or cp" in said for said in ranks(2)(refusal))

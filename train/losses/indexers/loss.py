@@ -62,8 +62,8 @@ def indexer_loss(
 
     Raises:
         ValueError: For another stage, a model without an indexer, a context of the caller's own, a pipeline, a batch
-            with `choices` in the dense stage, and for tensor parallelism with sequence=True or that does not divide
-            heads of keys with a choice of blocks each.
+            with `choices` in the dense stage, and for tensor parallelism that does not divide heads of keys with a
+            choice of blocks each.
     """
     given = ForwardOptions(**options)
     _check(params, batch, config, stage, given)

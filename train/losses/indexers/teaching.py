@@ -58,12 +58,7 @@ class TeachIndexers:
     choices: int = 0
 
     def over_heads(self, region: Region, choices: int) -> TeachIndexers:
-        """The same where each rank of the region has some heads. ValueError where ranks have other positions too."""
-        if region.sequence:
-            raise ValueError(
-                "Indexers are trained on all positions of a row, of which each process of sequence=True has some: take "
-                "sequence=False, or cp in place of tp."
-            )
+        """The same where each rank of the region has some heads."""
         return replace(self, region=region, choices=choices)
 
     def __call__(self, options: ForwardOptions, taps: tuple[str, ...], tensors: Mapping[str, Any]) -> Context:
@@ -171,8 +166,8 @@ class _Teaching(Context):
                 f"{choices} heads of keys have a choice of blocks each, which tp={region.size} does not divide: train "
                 "their indexers over fsdp or cp in place of tp."
             )
-        rows = getattr(weights["q_proj"], "weight", weights["q_proj"])  # within a tensor-parallel projection
-        return {**weights, "q_proj": collectives.join(rows, 0, region.group)}
+        own = weights["q_proj"]  # a tensor-parallel projection, which reads all positions of a row
+        return {**weights, "q_proj": replace(own, weight=collectives.join(own.weight, 0, region.group))}
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, *, scale: float, **scoring: Any) -> Tensor:
         out = super()._attention(q, k, v, mask, scale=scale, **scoring)
