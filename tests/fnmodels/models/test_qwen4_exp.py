@@ -24,7 +24,8 @@ from tests.variants.qwen4_exp import TINY
 
 NGRAMS = TINY | OF_NGRAMS
 
-CONFIG = qwen4_exp.Config.from_hf(TINY)
+TWO = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]}
+CONFIG = qwen4_exp.Config.from_hf(TINY | TWO)
 PARAMS = generic_params(CONFIG, torch.float64)
 ROWS = segments((-2, 7, 19), (22, 6), (2, 20, -6))
 
@@ -39,16 +40,18 @@ def logits_of(config: Any = CONFIG, kernel: str = "math", **more: Any) -> tuple[
 
 def test_a_choice_is_replayed_and_names_blocks_of_the_document() -> None:
     free, tapped = logits_of()
-    choices, seen = tapped["layers.1.choices"].unsqueeze(2), ROWS > 0
+    choices, seen = torch.stack([tapped[f"layers.{i}.choices"] for i in (1, 2)], 2), ROWS > 0
     batch, size, count = batch_of(CONFIG, ROWS), CONFIG.indexer_compress_ratio, CONFIG.index_topk - 2
     whole = (batch.positions + 1) // size
-    complete, ends = choices[:, :, 0, :count], choices[:, :, 0, count:]
-    assert torch.equal((complete >= 0).sum(-1)[seen], whole.clamp(max=count)[seen])
-    assert (complete < whole[..., None])[seen].all()
-    assert torch.equal(ends[..., 0][seen], torch.where((batch.positions + 1) % size > 0, whole, -1)[seen])
-    assert (ends[..., 1] == -1).all() and (choices[~seen] == -1).all()
-    assert torch.equal(logits_of(choices=choices)[0], free)
-    fewer = choices.where(choices != complete.amax(-1)[..., None, None], -1)
+    for layer in (0, 1):
+        complete, ends = choices[:, :, layer, :count], choices[:, :, layer, count:]
+        assert torch.equal((complete >= 0).sum(-1)[seen], whole.clamp(max=count)[seen])
+        assert (complete < whole[..., None])[seen].all()
+        assert torch.equal(ends[..., 0][seen], torch.where((batch.positions + 1) % size > 0, whole, -1)[seen])
+        assert (ends[..., 1] == -1).all()
+    assert (choices[~seen] == -1).all() and torch.equal(logits_of(choices=choices)[0], free)
+    assert off(logits_of(choices=choices.flip(2))[0][seen], free[seen]) > 1e-3, "a choice applied to the wrong layer"
+    fewer = choices.where(choices != choices[..., :count].amax(-1, keepdim=True), -1)
     assert off(logits_of(choices=fewer)[0][seen], free[seen]) > 1e-3, "another choice"
     assert off(logits_of(replace(CONFIG, indexer_budget=60))[0][seen], free[seen]) > 1e-3, (
         "the choice leaves nothing out"
@@ -168,7 +171,7 @@ def test_the_mtp_head_is_as_the_published_file_describes_it() -> None:
     head = {"hybrid": True, "layer_types": ["full_attention"], "mtp_use_hidden_state_from_layer": None}
     head |= {"num_hidden_layers": 1, "rope_theta": 50.0}
     published = TINY | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mtp": head}
-    assert read(published) == replace(CONFIG, num_nextn_predict_layers=1) != read(TINY)
+    assert read(published) == replace(read(TINY), num_nextn_predict_layers=1) != read(TINY)
     for change in (
         {"mtp_use_dedicated_embeddings": True},
         {"mtp": head | {"num_hidden_layers": 2}},

@@ -1,7 +1,9 @@
 """Streams that are mixed by gates equal the formula, number by number; gradients are those of finite differences."""
 
 import math
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -38,7 +40,8 @@ def by_loops(weights: dict[str, Tensor], x: list[list[float]], y: list[float]) -
     return read, [[x[j][i] + share[j] * y[i] for i in range(D)] for j in range(N)]
 
 
-def test_gated_streams_equal_loops() -> None:
+def check_against_loops() -> None:
+    """AssertionError where what a sublayer reads, or the streams after it, differ from loops."""
     weights, x, y = drawn()
     for exact in (False, True):
         with invariant_rows(exact):
@@ -50,6 +53,48 @@ def test_gated_streams_equal_loops() -> None:
                 want = by_loops(weights, x[b, t].tolist(), y[b, t].tolist())
                 assert torch.allclose(read[b, t], torch.tensor(want[0], dtype=torch.float64), atol=1e-12)
                 assert torch.allclose(after[b, t], torch.tensor(want[1], dtype=torch.float64), atol=1e-12)
+
+
+def test_gated_streams_equal_loops() -> None:
+    check_against_loops()
+
+
+MIXED, NORMED, WRITTEN = gated.mixed, gated.normed, gated.written
+Weights = dict[str, Tensor]
+
+
+def turned(weights: Weights) -> Weights:
+    """Gates of the streams in another order."""
+    return weights | {"up_proj": weights["up_proj"].unflatten(0, (N, D)).roll(1, 0).flatten(0, 1)}
+
+
+def normed_together(weights: Weights, x: Tensor, *, eps: float) -> Tensor:
+    """One norm of all streams, not of each."""
+    h = x.flatten(-2) * (x.flatten(-2).square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (h * (1 + weights["scale"])).unflatten(-1, x.shape[-2:])
+
+
+BUGS: dict[str, tuple[str, Any]] = {
+    "gates of another stream": ("mixed", lambda w, h: MIXED(turned(w), h)),
+    "what is mixed has no norm": ("mixed", lambda w, h: MIXED(w, h / (1 + w["scale"].unflatten(0, (N, D))))),
+    "a sum in place of the mean": ("mixed", lambda w, h: MIXED(w, h) * N),
+    "one norm of all streams": ("normed", normed_together),
+    "the norm's scale is not centred": ("normed", lambda w, x, **how: NORMED(w | {"scale": w["scale"] - 1}, x, **how)),
+    "shares of another stream": (
+        "written",
+        lambda w, x, h, y: WRITTEN(w | {"inject": w["inject"].roll(1, 0)}, x, h, y),
+    ),
+    "the stream is replaced": ("written", lambda w, x, h, y: WRITTEN(w, x, h, y) - x),
+    "each stream gets the same": ("written", lambda w, x, h, y: x + y.unsqueeze(-2)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_of_gated_streams_are_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, wrong = BUGS[bug]
+    monkeypatch.setattr(gated, name, wrong)
+    with pytest.raises(AssertionError):
+        check_against_loops()
 
 
 def test_gradients_of_gated_streams() -> None:
