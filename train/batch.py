@@ -30,7 +30,8 @@ class Batch(TypedDict, total=False):
     image_features: Tensor  # [B, S, F, D]: of images at their tokens (`train.data.turns.image_rows`), of frozen towers
     is_image: Tensor  # bool [B, S]: the tokens that stand for these; text may have their id too
     maskable: Tensor  # bool [B, S]: tokens that masked diffusion may mask, of `diffusion_masks`
-    rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted
+    rng: Tensor  # int64 [B, S]: keys of dropout (`fnmodels.inputs.noise_keys`), made before rows are split or permuted;
+    # or a seed [] of rows that are not split, or one for each row [B]
 
     next_tokens: Tensor  # int64 [B, S, heads]: what follows, for heads that predict further tokens (`look_ahead`)
     next_labels: Tensor  # int64 [B, S, heads]: their labels
@@ -73,17 +74,22 @@ def microbatches(batch: Batches, accumulate: int = 1) -> list[Entries]:
     """The microbatches of a step, each a dict: those of a list, or the batch's rows split into `accumulate`.
 
     Where the rows do not divide evenly, the first microbatches have one more. ValueError for an empty list, accumulate
-    with a list, entries that are not mappings, and tensors that differ in their rows or have fewer than `accumulate`.
+    with a list, entries that are not mappings, tensors that differ in their rows or have fewer than `accumulate`, and
+    one seed of dropout for rows that are split.
     """
     if isinstance(batch, (list, tuple)):
         if not batch:
             raise ValueError("The list of microbatches is empty; it needs at least one.")
         if accumulate != 1:
             raise ValueError(f"The batch is a list of {len(batch)} microbatches, so accumulate is 1, not {accumulate}.")
-        return [_as_dict(one, f"Microbatch {i} of the list") for i, one in enumerate(batch)]
+        parts: list[Entries] = [_as_dict(one, f"Microbatch {i} of the list") for i, one in enumerate(batch)]
+        for i, part in enumerate(parts):
+            _refuse_seed(part, f"microbatch {i} of the list")
+        return parts
     full = _as_dict(batch, "A batch that is no list")
     if accumulate == 1:
         return [full]
+    _refuse_seed(full, f"a batch that accumulate={accumulate} splits")
     sizes: dict[str, int] = {}
     for name, tensor in tree.flatten(full).items():
         if not tensor.ndim or tensor.shape[0] < accumulate:
@@ -95,6 +101,16 @@ def microbatches(batch: Batches, accumulate: int = 1) -> list[Entries]:
     if len(set(sizes.values())) > 1:
         raise ValueError(f"accumulate={accumulate} splits a batch by rows, and its entries differ in them: {sizes}.")
     return [tree.map(lambda t, i=i: t.tensor_split(accumulate)[i], full) for i in range(accumulate)]
+
+
+def _refuse_seed(batch: Entries, what: str) -> None:
+    """ValueError for one seed of dropout, by which each microbatch would number its documents from the first one."""
+    rng = batch.get("rng")
+    if isinstance(rng, Tensor) and not rng.ndim:
+        raise ValueError(
+            f"rng is one seed in {what}, and all microbatches would have the same masks of dropout: make keys of the "
+            "full batch before it is split, fnmodels.inputs.noise_keys(seed, positions, segment_ids)."
+        )
 
 
 def _as_dict(batch: Any, what: str) -> dict[str, Tensor]:

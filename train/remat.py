@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from fnmodels.ops.remat import remat
+from fnmodels.ops.remat import generators_held, refusing_draws, remat
 from fnmodels.ops.torch_compilation import full_graph
 from fnmodels.ops.torch_internals import costly_operators, transformed
 from fnmodels.options import Block, LayerFn
@@ -61,6 +62,7 @@ def _within(budget: int, compile: str) -> LayerFn:
 def _every(block: Block, every: int) -> Block:
     """Checkpoints every Nth call of one forward: `layer_fn` is called once per forward, and layers run in order."""
     calls: Counter[str] = Counter()
+    checkpointed = _checkpointed(block)
 
     def recomputed(*args: Any, **more: Any) -> Any:
         calls["made"] += 1
@@ -68,7 +70,21 @@ def _every(block: Block, every: int) -> Block:
             return block(*args, **more)
         if transformed():  # where torch's checkpoint raises
             return remat(block)(*args, **more)
-        return checkpoint(block, *args, use_reentrant=False, **more)
+        return checkpointed(*args, **more)
+
+    return recomputed
+
+
+def _checkpointed(block: Block, **options: Any) -> Block:
+    """torch's checkpoint, which replays the draws of torch's default generators.
+
+    Draws of others, such as a generator that an edit holds, raise ValueError.
+    """
+    held = [] if torch.compiler.is_compiling() else generators_held(block)
+
+    def recomputed(*args: Any, **more: Any) -> Any:
+        with refusing_draws(held) if held else nullcontext():
+            return checkpoint(block, *args, use_reentrant=False, **options, **more)
 
     return recomputed
 
@@ -83,7 +99,7 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
         import fnmodels.ops.cpu.linear_op  # noqa: F401 - the operator; it imports dynamo
 
         saved.append(torch.ops.fnmodels.linear.default)
-    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    checkpointed = _checkpointed(block, context_fn=functools.partial(create_selective_checkpoint_contexts, saved))
 
     def kept(*args: Any, **more: Any) -> Any:
         if transformed():
@@ -91,7 +107,7 @@ def _selective(block: Block, *, graph: bool = False) -> Block:
                 'remat="selective" does not go through torch.func\'s transforms: "full", "every:N" and '
                 "layer_fn=fnmodels.remat do."
             )
-        return checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **more)
+        return checkpointed(*args, **more)
 
     return kept
 

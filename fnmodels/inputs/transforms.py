@@ -25,8 +25,16 @@ def rows(batch: Tree) -> Tree:
 
     Returns:
         The tree of [B, 1, ...].
+
+    Raises:
+        ValueError: A tensor has no dimensions, such as one seed of dropout: rows take their keys, `noise_keys`.
     """
-    _tensors("give a batch dimension to", batch)
+    for path, tensor in _tensors("give a batch dimension to", batch).items():
+        if not tensor.ndim:
+            raise ValueError(
+                f"The batch's {path!r} is 0-d, and rows take tensors [B, ...]: repeat a number for each row, "
+                "and make keys of a seed of dropout, fnmodels.inputs.noise_keys(seed, positions, segment_ids)."
+            )
     return tree.map(lambda tensor: tensor.unsqueeze(1), batch)
 
 

@@ -18,9 +18,12 @@ from fnmodels import tree
 from fnmodels.options import Block
 from fnmodels.tree import Tree
 
+from .torch_internals import undisturbed
+
 _TENSOR = object()  # stands for a tensor in the structure of a block's results
 _OTHERS = sys.stdlib_module_names | {"torch", "numpy"}  # packages whose objects hold no tensors of the caller
 _PACKAGES = _OTHERS | {"fnmodels", "params", "train"}  # and whose modules hold none
+_OF_MODULES = (Tensor, torch.Generator, dict, list, tuple, torch.nn.Module, types.FunctionType)  # global variables
 Flat = Callable[..., tuple[Tensor, ...]]
 
 
@@ -42,7 +45,8 @@ def remat(block: Block) -> Block:
     Returns:
         The wrapped block, which computes the same bits. Its call raises ValueError where the block, or a function of
         `edits`, holds a tensor whose gradient may be asked for: of a variable of an outer function or of the module, a
-        default, or an attribute.
+        default, or an attribute. It raises ValueError too where the block draws from a generator of torch, since its
+        recomputation would draw other numbers; those of numpy and of Python are not seen.
     """
     function, bound = _unbound(block)
 
@@ -51,7 +55,7 @@ def remat(block: Block) -> Block:
             from .torch_internals import transforms  # here, for making it imports dynamo
 
             return block(*args, **tensors) if transforms() else checkpoint(block, *args, use_reentrant=False, **tensors)
-        _refuse_held(function)  # in every call, since what its variables hold may change
+        held = _refuse_held(function)  # in every call, since what its variables hold may change
         arguments = ((*bound[0], *args), bound[1] | tensors)
         results: list[Tree] = []
 
@@ -61,8 +65,10 @@ def remat(block: Block) -> Block:
             results[:] = [structure(result)]
             return tensors_of(result)
 
-        given_structure = structure(arguments)
-        outputs = _Recomputed.apply(flat, *tensors_of(arguments))
+        given_structure, leaves = structure(arguments), tensors_of(arguments)
+        drawn_from = (*held, *generators_in(arguments), *_default_generators(leaves))
+        with refusing_draws(drawn_from):
+            outputs = _Recomputed.apply(flat, *leaves)
         made: tuple[Tensor, dict[str, Any]] = filled(results[0], outputs)
         return made
 
@@ -140,8 +146,45 @@ def _unbound(block: Block) -> tuple[Callable[..., Any], tuple[tuple[Any, ...], d
     return block, ((), {})
 
 
-def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """(name of the variable that holds it, else of an attribute; tensor) of all that a function or an object reaches.
+def generators_in(values: Tree) -> list[torch.Generator]:
+    """The leaves that are generators."""
+    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, torch.Generator)]
+
+
+def generators_held(block: Callable[..., Any]) -> list[torch.Generator]:
+    """The generators that a block, and functions of its edits, hold as `remat` looks for tensors."""
+    functions = (block, *(edit.function for edit in _edits(block)))
+    held = (value for each in functions for _, value in _held(each, "", set()))
+    return [value for value in held if isinstance(value, torch.Generator)]
+
+
+def _default_generators(tensors: tuple[Tensor, ...]) -> list[torch.Generator]:
+    """Those of the CPU and of the tensors' GPUs, of which operations without a generator draw."""
+    gpus = {tensor.device.index for tensor in tensors if tensor.is_cuda}
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in gpus)]
+
+
+@contextlib.contextmanager
+def refusing_draws(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """ValueError after it where one of the generators has another state than before.
+
+    Not while a CUDA graph is captured, where states cannot be read; the runs before the capture have been checked.
+    """
+    read = () if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() else tuple(generators)
+    before = [generator.get_state() for generator in read]
+    yield
+    for generator, state in zip(read, before, strict=True):
+        if not undisturbed(torch.equal, generator.get_state(), state):
+            raise ValueError(
+                "The function of remat draws random numbers, and its recomputation would draw others, of which wrong "
+                "gradients follow: pass the numbers as an argument, or drop out by keys of noise (`rng` of "
+                "fnmodels.prepare)."
+            )
+
+
+def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor | torch.Generator]]:
+    """(name of the variable that holds it, else of an attribute; tensor or generator) of all that a function or an
+    object reaches.
 
     Objects of torch and of the standard library hold no tensors of the caller, modules of torch aside.
     """
@@ -149,7 +192,7 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]
         return
     seen.add(id(value))
     inside: Iterable[tuple[str, Any]] = ()
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, torch.Generator)):
         yield name, value
     elif isinstance(value, dict):
         inside = ((name, entry) for entry in value.values())
@@ -179,7 +222,7 @@ def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     if (function.__module__ or "").partition(".")[0] not in _PACKAGES:
         for name in _names(function.__code__):
             value = function.__globals__.get(name)
-            if isinstance(value, (Tensor, dict, list, tuple, torch.nn.Module)):
+            if isinstance(value, _OF_MODULES):
                 yield name, value
     code, defaults = function.__code__, function.__defaults__ or ()
     positional = code.co_varnames[: code.co_argcount]
@@ -195,24 +238,36 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _lost(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in `_held` of which a gradient may be taken, or which a vmap maps."""
-    for name, tensor in _held(value, "", set()):
-        if tensor.requires_grad or torch.func.debug_unwrap(tensor) is not tensor:
-            yield name, tensor
+def _refuse_held(block: Callable[..., Any]) -> list[torch.Generator]:
+    """The generators that a block and its edits hold.
 
-
-def _refuse_held(block: Callable[..., Any]) -> None:
-    """ValueError for a block or an edit that holds a tensor of which a gradient may be taken, which would be lost."""
-    edits = block.keywords.get("edits", ()) if isinstance(block, functools.partial) else ()
-    for edit in edits:
-        for name, _ in _lost(edit.function):
+    ValueError for a tensor of which a gradient may be taken, or which a vmap maps, since its gradient would be lost.
+    """
+    generators: list[torch.Generator] = []
+    for edit in _edits(block):
+        for name, value in _held(edit.function, "", set()):
+            if isinstance(value, torch.Generator):
+                generators.append(value)
+            elif _is_differentiated(value):
+                raise ValueError(
+                    f"The edit of {edit.name!r} closes over the tensor {name!r}, whose gradient remat would lose: pass "
+                    f"functools.partial(function, {name}={name}) with a function (value, name, {name})."
+                )
+    for name, value in _held(block, "", set()):
+        if isinstance(value, torch.Generator):
+            generators.append(value)
+        elif _is_differentiated(value):
             raise ValueError(
-                f"The edit of {edit.name!r} closes over the tensor {name!r}, whose gradient remat would lose: pass "
-                f"functools.partial(function, {name}={name}) with a function (value, name, {name})."
+                f"The function of remat closes over the tensor {name!r}, whose gradient would be lost: pass the tensor "
+                "as an argument."
             )
-    for name, _ in _lost(block):
-        raise ValueError(
-            f"The function of remat closes over the tensor {name!r}, whose gradient would be lost: pass the tensor "
-            "as an argument."
-        )
+    return generators
+
+
+def _edits(block: Callable[..., Any]) -> Iterable[Any]:
+    return block.keywords.get("edits", ()) if isinstance(block, functools.partial) else ()
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    """Whether a gradient may be taken of it, or a vmap maps it."""
+    return tensor.requires_grad or torch.func.debug_unwrap(tensor) is not tensor

@@ -3,10 +3,12 @@
 import ast
 from pathlib import Path
 
+import pytest
 import torch
 
 import fnmodels
 import train
+from train.batch import microbatches
 
 LOSSES = Path(train.__file__).parent / "losses"
 
@@ -46,3 +48,17 @@ def test_the_batch_of_packed_rows_has_weights_if_there_are_any() -> None:
     assert packed.batch()["labels"] is packed.labels
     weighted = fnmodels.pack(documents, 8, weights=[torch.ones(5), torch.zeros(3)])
     assert weighted.batch()["weights"] is weighted.weights
+
+
+def test_one_seed_of_rows_that_are_split_is_refused() -> None:
+    tokens = torch.zeros(4, 3, dtype=torch.int64)
+    batch = {"tokens": tokens, "rng": torch.tensor(3)}
+    for split, options in (([batch], {}), ([{"tokens": tokens}, batch], {}), (batch, {"accumulate": 2})):
+        with pytest.raises(ValueError, match=r"rng is one seed in .*: make keys of the full batch .*noise_keys\(seed"):
+            microbatches(split, **options)
+    assert microbatches(batch) == [batch]
+    seeds, keys = {**batch, "rng": torch.arange(4)}, {**batch, "rng": tokens}
+    assert microbatches(seeds, 2)[1]["rng"].tolist() == [2, 3]
+    assert [part["rng"].shape for part in microbatches([keys, keys])] == [(4, 3)] * 2
+    with pytest.raises(ValueError, match=r"batch's 'rng' is 0-d, and rows take tensors \[B, \.\.\.\]"):
+        fnmodels.rows(batch)

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from torch.func import grad, hessian, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, linearize, vmap
 
 import fnmodels
 import params as P
@@ -238,4 +238,80 @@ def test_remat_in_compiled_code_is_one_graph():
     for one, other, plain in zip(grads, tree.leaves(step(p)), tree.leaves(grad(loss)(p, None)), strict=True):
         torch.testing.assert_close(one, plain, rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(other, plain, rtol=1e-9, atol=1e-11)
+    torch.compiler.reset()
+
+
+GENERATOR = torch.Generator()
+
+
+def scaled_at_random(x):
+    return x * torch.rand(3, generator=GENERATOR)
+
+
+DRAWING = {
+    "rand": lambda x: x * torch.rand(3),
+    "dropout": torch.nn.functional.dropout,
+    "a generator of a partial": functools.partial(lambda g, x: x * torch.rand(3, generator=g), torch.Generator()),
+    "a generator of the module": lambda x: scaled_at_random(x),
+    "an edit": lambda x: functools.partial(scaled_at_random)(x),
+}
+TAKEN = {
+    "autograd": lambda run: torch.autograd.grad(run(torch.ones(3, requires_grad=True)).sum(), []),
+    "no gradient": lambda run: run(torch.ones(3)),
+    "grad": lambda run: grad(lambda x: run(x).sum())(torch.ones(3)),
+    "per sample": lambda run: vmap(grad(lambda x: run(x).sum()), randomness="different")(torch.ones(2, 3)),
+    "linearize": lambda run: linearize(run, torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("derivative", TAKEN)
+@pytest.mark.parametrize("function", DRAWING)
+def test_a_function_that_draws_random_numbers_is_refused(function, derivative):
+    with pytest.raises(ValueError, match="The function of remat draws random numbers, and its recomputation would"):
+        TAKEN[derivative](fnmodels.remat(DRAWING[function]))
+
+
+def test_a_generator_that_is_an_argument_is_refused_and_one_made_inside_is_not():
+    drawn = fnmodels.remat(lambda x, g: x * torch.rand(3, generator=g))
+    with pytest.raises(ValueError, match="draws random numbers"):
+        drawn(torch.ones(3), torch.Generator())
+    seeded = fnmodels.remat(lambda x: x * torch.rand(3, generator=torch.Generator().manual_seed(1)))
+    expected = torch.rand(3, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(grad(lambda x: seeded(x).sum())(torch.ones(3)), expected)
+
+
+@pytest.mark.parametrize("how", [None, "full", "selective"])
+def test_edits_that_draw_have_the_gradient_of_their_masks(how):
+    """Under torch's checkpoint, which replays its default generators; by another generator they are refused."""
+    draws = []
+
+    def edit(value, name, generator=None):
+        draws.append(torch.rand(16, dtype=torch.float64, generator=generator))
+        return value * draws[-1]
+
+    def derivative(generator, wrap):
+        w = p["layers"][0]["mlp"]["down_proj"].clone().requires_grad_()
+        first = p["layers"][0]
+        params = p | {"layers": [first | {"mlp": first["mlp"] | {"down_proj": w}}, p["layers"][1]]}
+        edits = {"layers.0.mlp": functools.partial(edit, generator=generator)}
+        return torch.autograd.grad(loss(params, wrap, edits=edits), w)[0]
+
+    wrap = how and layer_fn(how, "none")
+    torch.manual_seed(0)
+    ours = derivative(None, wrap)
+    assert all(torch.equal(draw, draws[0]) for draw in draws)
+    torch.manual_seed(0)
+    torch.testing.assert_close(ours, derivative(None, None), rtol=1e-10, atol=1e-12)
+    if how:
+        with pytest.raises(ValueError, match="draws random numbers"):
+            derivative(torch.Generator(), wrap)
+
+
+def test_compiled_remat_replays_its_draws():
+    """Where the compiler keeps or draws again, as it likes."""
+    function = lambda x: fnmodels.remat(lambda x: (torch.nn.functional.dropout(x.sin()) * 2).sin())(x)  # noqa: E731
+    compiled, x = torch.compile(function, fullgraph=True), torch.linspace(1, 2, 64).requires_grad_()
+    result = compiled(x)
+    gradient = torch.autograd.grad(result.sum(), x)[0]
+    assert torch.equal(result == 0, gradient == 0) and 16 < (result == 0).sum() < 48
     torch.compiler.reset()
