@@ -7,12 +7,13 @@ With streams x [B, S, n, D] and a sublayer f:
 
 In manifold-constrained hyper-connections (arXiv 2512.24880; DeepSeek V4) comb is made doubly stochastic by Sinkhorn's
 iterations, so that the streams neither grow nor vanish over many layers. In Hy4 there is no comb: each stream stays as
-it is. A stack begins with n equal streams and ends with `fold`, which mixes them to one.
+it is. A stack begins with n equal streams and ends with `fold`, which mixes them to one. In a single pass (DeepSeek
+V4.1; `connect_late`) a sublayer reads by the pre that the sublayer before it computed.
 
 The maps are computed in fp32 at least, as is a sum without comb; mixtures by comb are in the dtype of the streams.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -104,6 +105,29 @@ def connect(x: Tensor, y: Tensor, given: Maps) -> Tensor:
     if rows_are_invariant():
         return added + pairwise_sum(comb.unsqueeze(-1) * x.unsqueeze(-2), -3)
     return added + comb.transpose(-1, -2) @ x
+
+
+def connect_late(
+    weights: Mapping[str, Tensor],
+    x: Tensor,
+    pre: Tensor,
+    sublayer: Callable[[Tensor], Tensor],
+    how: HyperConnection,
+) -> tuple[Tensor, Tensor]:
+    """(streams [B, S, n, D] after a sublayer, pre [B, S, n] for the next one): maps that are read one sublayer late.
+
+    pre: from the sublayer before, and of the first one, that of `first_pre`; the last one's folds the streams, by
+    `collapse`. So what a sublayer reads does not wait for maps of the streams that the one before it leaves.
+    """
+    given = maps(weights, x, how)
+    return connect(x, sublayer(collapse(x, pre)), given), given.pre
+
+
+def first_pre(x: Tensor) -> Tensor:
+    """The pre [B, S, n] of a stack's first sublayer of streams x [B, S, n, D], in fp32 at least: the first of them."""
+    one = torch.zeros_like(upcast(x[..., 0]))
+    one[..., 0] = 1
+    return one
 
 
 def fold(weights: Mapping[str, Tensor], x: Tensor, how: HyperConnection) -> Tensor:

@@ -87,7 +87,11 @@ def xor_rows(tokens: Tensor, preceding: Tensor, how: XorHash) -> Tensor:
     tokens: int64 [B, S]. preceding: int64 [B, S, n - 1], of `fnmodels.inputs.segments.preceding_tokens`.
     """
     past = (preceding == how.end).cumsum(-1) > 0  # no text reads tokens before the end of another
-    near = preceding.where((preceding >= 0) & ~past, how.end)
+    return mixed_rows(tokens, preceding.where((preceding >= 0) & ~past, how.end), how)
+
+
+def mixed_rows(tokens: Tensor, near: Tensor, how: XorHash) -> Tensor:
+    """The rows [B, S, heads] of tokens [B, S] and of those before each, near [B, S, n - 1], all of which count."""
     mixed, orders = tokens * how.multipliers[0], len(how.multipliers) - 1
     heads, start, found = len(how.sizes) // orders, 0, []
     for order in range(orders):

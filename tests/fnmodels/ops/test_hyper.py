@@ -110,3 +110,34 @@ def test_gradients_of_every_kind(how: HyperConnection) -> None:
     assert torch.autograd.gradgradcheck(run, (x, *leaves), atol=1e-4, fast_mode=True)
     rows = torch.func.vmap(lambda row: run(row[None], *leaves)[0])(X)
     assert torch.allclose(rows, run(X, *leaves), atol=1e-12)
+
+
+def in_a_single_pass(x: Tensor) -> Tensor:
+    """A stack of three sublayers of streams x, folded by the last pre."""
+    pre = hyper.first_pre(x)
+    for sublayer in (torch.sin, torch.exp, torch.cos):
+        x, pre = hyper.connect_late(WEIGHTS[HOW], x, pre, sublayer, HOW)
+    return hyper.collapse(x, pre)
+
+
+def single_pass_by_loops(x: Tensor) -> Tensor:
+    """Of one token [N, D]: each sublayer reads by what the maps of the one before it say."""
+    pre = [1.0, *[0.0] * (N - 1)]
+    for sublayer in (torch.sin, torch.exp, torch.cos):
+        read = sum(pre[j] * x[j] for j in range(N))
+        raw = WEIGHTS[HOW]["fn"] @ (x.flatten() / (x.square().mean() + HOW.norm_eps).sqrt())
+        pre = [torch.sigmoid(WEIGHTS[HOW]["scale"][0] * raw[j] + WEIGHTS[HOW]["base"][j]) + HOW.eps for j in range(N)]
+        x = by_loops(WEIGHTS[HOW], x, sublayer(read), HOW)[1]
+    return sum(pre[j] * x[j] for j in range(N))
+
+
+def test_maps_that_are_read_one_sublayer_late() -> None:
+    """With gradients; a sublayer that reads by its own maps, as in V4, is found."""
+    x = (X / 4).requires_grad_()
+    found, expected = in_a_single_pass(x), torch.stack([torch.stack(list(map(single_pass_by_loops, row))) for row in x])
+    both = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+    assert (found - expected).abs().max() < 1e-10 and (both[0] - both[1]).abs().max() < 1e-9
+    with pytest.MonkeyPatch.context() as patch:
+        own = hyper.maps(WEIGHTS[HOW], X / 4, HOW).pre
+        patch.setattr(hyper, "first_pre", lambda x: own)
+        assert (in_a_single_pass(x) - expected).abs().max() > 1e-3

@@ -1,0 +1,112 @@
+"""Keys of windows that layers share (DeepSeek V4.1's CSA2), beside which each layer attends to its own last tokens.
+
+A layer is one of three:
+
+    full      makes keys of windows of r tokens, key = norm(sum_j softmax_j(gate_j) number_j), which are values too, and
+              index keys, norm(project(key)), both rotated for the window's first position; it chooses among them
+    reindex   chooses anew, by queries of its own, among the keys of the full layer before it
+    reuse     reads the keys and the choice of the layer before it
+
+Of one full layer on, choices are among `candidates`: the keys of the blocks of windows that this layer scores highest.
+A choice names windows by the position of their last token in the document (`fnmodels.ops.indexer`). It has no gradient,
+keys have those of all layers that read them. Windows overlap nowhere, and a window of one token is that token.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnmodels.inputs.windows import Windows
+from fnmodels.ops.indexer import Indexer, Keys, choose, chosen, index_queries, index_scores
+from fnmodels.ops.linear import linear
+from fnmodels.ops.mla import Rotate
+from fnmodels.ops.norm import rms_norm_fp32_weight
+
+from ..attention.windows import OfTokens, WindowKeys, in_slots, last_tokens, visible, weighted_sums
+from .candidates import candidates
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """What a layer leaves for those after it.
+
+    windows: whose keys have heads' width. index: index keys [B, C, d]. choices: int64 [B, Q, k], the last choice.
+    among: bool [B, Q, C], the windows that later choices are among; None: all that a query sees.
+    """
+
+    windows: WindowKeys
+    index: Tensor
+    choices: Tensor | None = None
+    among: Tensor | None = None
+
+    def seen(self, windows: Windows) -> Tensor:
+        """bool [B, 1, Q, C]: the windows of the last choice. ValueError where no layer has chosen."""
+        if self.choices is None:
+            raise ValueError("No layer has chosen among these keys: a full or reindex layer does, before others read.")
+        return chosen(_named(self.windows, windows), self.choices)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Settings of candidates: of `count` blocks of `size` windows."""
+
+    count: int
+    size: int
+
+
+def make_shared(
+    weights: Mapping[str, Any], x: Tensor, windows: Windows, starts: Tensor, *, rotate: Rotate, eps: float
+) -> SharedKeys:
+    """The keys of a full layer, of x [B, S, D].
+
+    weights: "kv_proj" [H, D], for windows of several tokens "gate_proj" [H, D], "key_scale" [H], "index_proj" [d, H]
+    and "index_scale" [d]. starts: the rotary table of the first position of each token's window, [B, S, R/2, 2].
+    """
+    numbers = linear(x, weights["kv_proj"])
+    gates = linear(x, weights["gate_proj"]) if windows.ratio > 1 else torch.zeros_like(numbers)
+    positions, segments = (t.expand(x.shape[0], -1) for t in (windows.positions, windows.segments))
+    tokens, slots = OfTokens(numbers, gates, positions, segments), windows.slots
+    sums = weighted_sums(tokens, slots, numbers.new_zeros(windows.ratio, numbers.shape[-1]), overlap=False)
+    keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=eps)
+    last = last_tokens(tokens, slots.expand_as(positions), windows.ratio)
+    table = in_slots(starts.expand(last.shape[0], -1, -1, -1), last, keys.shape[1])
+    index = rms_norm_fp32_weight(linear(keys, weights["index_proj"]), weights["index_scale"], eps=eps)
+    keys, index = (rotate(t.unsqueeze(-2), table).squeeze(-2) for t in (keys, index))
+    return SharedKeys(sums._replace(keys=keys), index)
+
+
+def choose_shared(
+    weights: Mapping[str, Any],
+    x: Tensor,
+    latent: Tensor,
+    table: Tensor,
+    shared: SharedKeys,
+    windows: Windows,
+    *,
+    indexer: Indexer,
+    blocks: Blocks | None = None,
+) -> SharedKeys:
+    """`shared` with the choice of a full or reindex layer. weights: "q_b_proj" [h d, rank], "weights_proj" [h, D].
+
+    latent: what queries are projected from, [B, Q, rank]. table: of the queries, [B, Q, R/2, 2]. blocks: of the layer
+    that finds candidates for those after it; its own choice is among all windows.
+    """
+    among = shared.among
+    with torch.no_grad():
+        named = _named(shared.windows, windows, among)
+        choices = choose(weights, x, latent, shared.index, table, named, indexer)
+        if blocks is not None:
+            q, share = index_queries(weights, x, latent, shared.index.shape[-1], table, indexer)
+            size = blocks.size * windows.ratio
+            among = candidates(index_scores(q, share, shared.index), named, count=blocks.count, size=size)
+    return replace(shared, choices=choices, among=among)
+
+
+def _named(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
+    """The windows that queries may choose, of those in `among` [B, Q, C]."""
+    allowed = visible(windows, keys)
+    allowed = allowed if among is None else allowed & among.unsqueeze(1)
+    return Keys(allowed, windows.segments, keys.segments, keys.ends)
