@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,26 +25,18 @@ from fnmodels.ops.norm import rms_norm
 
 from .ngrams import XorHash, is_prime, mixed_rows
 
-_SEED = 10007  # of a layer's multipliers, times its number
 _LEAST = 1e-6  # of what the gate takes the square root of
 
 
-def engram_hashes(
-    layers: Sequence[int], size: int, heads: int, rows: int, vocabulary: int, padding: int
-) -> list[XorHash]:
-    """The hashes of these layers' tables, of n-grams of 2 to `size` tokens with `heads` of each order.
+def engram_hashes(multipliers: Sequence[Sequence[int]], heads: int, rows: int, padding: int) -> list[XorHash]:
+    """The hash of each table, with `heads` of each order of n-grams.
 
-    The rows of all heads of all tables are different primes from `rows` on. The multipliers are those of NumPy's
-    generator. vocabulary: the number of compressed ids. padding: the compressed id of padding.
+    The rows of all heads of all tables are different primes from `rows` on. padding: the compressed id of padding.
+    multipliers: of each table, of a token and of those before it. In DeepSeek V4.1 those of layer l for a vocabulary of
+    V compressed ids are 2 m + 1, m = numpy.random.default_rng(10007 l).integers(0, (2^63 - 1) // V // 2, n).
     """
     primes = (number for number in count(rows) if is_prime(number))
-    bound = max(1, np.iinfo(np.int64).max // vocabulary // 2)
-    found = []
-    for layer in layers:
-        drawn = np.random.default_rng(_SEED * layer).integers(0, bound, size, dtype=np.int64)
-        multipliers = tuple(2 * int(number) + 1 for number in drawn)
-        found.append(XorHash(multipliers, tuple(islice(primes, (size - 1) * heads)), padding))
-    return found
+    return [XorHash(tuple(own), tuple(islice(primes, (len(own) - 1) * heads)), padding) for own in multipliers]
 
 
 def engram_rows(ids: Tensor, preceding: Tensor, how: XorHash) -> Tensor:

@@ -17,7 +17,16 @@ from fnmodels.ops.streams.ngrams import XorHash
 from tests.support.cases import generic
 
 VOCABULARY, PADDING, SIZE, HEADS, N, D, E = 20, 2, 4, 2, 3, 8, 5
-HOW = engram_hashes([1, 14], SIZE, HEADS, rows=50, vocabulary=VOCABULARY, padding=PADDING)
+
+
+def published(vocabulary: int) -> list[list[int]]:
+    """The multipliers of the tables of layers 1 and 14, as DeepSeek draws them."""
+    bound = (2**63 - 1) // vocabulary // 2
+    drawn = [np.random.default_rng(10007 * layer).integers(0, bound, SIZE, dtype=np.int64) for layer in (1, 14)]
+    return [(2 * numbers + 1).tolist() for numbers in drawn]
+
+
+HOW = engram_hashes(published(VOCABULARY), HEADS, rows=50, padding=PADDING)
 LENGTHS, EPS = (9, 1, 14), 1e-3
 SEGMENTS = fnmodels.segments_from_lengths([list(LENGTHS)])
 POSITIONS = fnmodels.positions_from_segments(SEGMENTS)
@@ -62,14 +71,12 @@ def test_rows_equal_a_loop_over_each_document() -> None:
 
 
 def test_hashes_are_those_of_the_published_code() -> None:
-    """Multipliers of NumPy's generator with the layer's seed; primes of all tables in a row, none of them twice."""
-    for layer, how in zip((1, 14), HOW, strict=True):
-        drawn = np.random.default_rng(10007 * layer).integers(0, (2**63 - 1) // VOCABULARY // 2, SIZE, dtype=np.int64)
-        assert how.multipliers == tuple((drawn * 2 + 1).tolist()) and how.end == PADDING
+    """Primes of all tables in a row, none of them twice."""
+    assert [list(how.multipliers) for how in HOW] == published(VOCABULARY) and {how.end for how in HOW} == {PADDING}
     primes = [p for p in range(50, 200) if all(p % d for d in range(2, p))]
     assert HOW[0].sizes + HOW[1].sizes == tuple(primes[:12])
     # of DeepSeek V4.1 Flash, whose config.json has the rows of both tables
-    flash = engram_hashes([1, 14], 4, 8, rows=16_000_000, vocabulary=99092, padding=2)
+    flash = engram_hashes(published(99092), heads=8, rows=16_000_000, padding=2)
     assert [sum(how.sizes) for how in flash] == [384006168, 384016682]
 
 
