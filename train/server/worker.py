@@ -19,7 +19,7 @@ from train.generation.requests import Event, Request
 
 from .errors import ApiError, stopped
 from .metrics import Metrics
-from .scores import PromptScores, score_prompts
+from .scores import PromptScores, ScoredPrompt, score_prompts
 
 SCORED = 4096  # tokens of prompts that are scored between two steps
 Deliver = Callable[[list[tuple["Ticket", Any]]], None]
@@ -32,17 +32,13 @@ class Ticket:
     Args:
         put: Called in the thread of the server with each `Event`, `PromptScores`, result of a job, or exception.
         request: What is generated; None: nothing is.
-        prompt: The token ids that are scored; None: none are.
-        images: Those of the prompt that is scored.
-        likeliest: The likeliest tokens that scores name at each place.
+        prompt: What is scored; None: nothing is.
         job: A function that runs between two steps, such as an update; None: there is none.
     """
 
     put: Callable[[Any], None]
     request: Request | None = None
-    prompt: Sequence[int] | None = None
-    images: Sequence[Any] = ()
-    likeliest: int = 0
+    prompt: ScoredPrompt | None = None
     job: Callable[[], Any] | None = None
     error: Exception | None = None  # that the request's own `logits_fn` raised
     number: int = -1
@@ -248,9 +244,9 @@ class Worker:
     def _score(self, model: Served, line: _Line) -> None:
         taken, size = list[Ticket](), 0
         with self._changed:
-            while line.scores and (not taken or size + len(line.scores[0].prompt or ()) <= SCORED):
+            while line.scores and (not taken or size + _scored(line.scores[0]) <= SCORED):
                 taken.append(line.scores.popleft())
-                size += len(taken[-1].prompt or ())
+                size += _scored(taken[-1])
         if not taken:
             return
         self._deliver(list(zip(taken, _scores(model, taken, self._kernel), strict=True)))
@@ -353,11 +349,15 @@ def _guarded(ticket: Ticket) -> Request:
     return replace(request, logits_fn=edited)
 
 
+def _scored(ticket: Ticket) -> int:
+    """The tokens of a ticket's prompt."""
+    return 0 if ticket.prompt is None else len(ticket.prompt.tokens)
+
+
 def _scores(model: Served, tickets: Sequence[Ticket], kernel: Kernel) -> list[PromptScores | Exception]:
     """The scores of the prompts; where they fail together, those of each, or its own error."""
-    most = max(ticket.likeliest for ticket in tickets)
-    prompts, images = [ticket.prompt or () for ticket in tickets], [ticket.images for ticket in tickets]
+    prompts = [ticket.prompt for ticket in tickets if ticket.prompt is not None]
     try:
-        return list(score_prompts(model.params, model.config, prompts, most, images=images, kernel=kernel))
+        return list(score_prompts(model.params, model.config, prompts, kernel=kernel))
     except Exception as error:
         return [error] if len(tickets) == 1 else [_scores(model, [ticket], kernel)[0] for ticket in tickets]

@@ -201,10 +201,10 @@ def test_a_hook_of_a_grammar_raises_where_a_token_does_not_fit() -> None:
 def test_a_prompt_that_cannot_be_scored_ends_alone(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     scores = worker_file.score_prompts
 
-    def refusing(params: Any, config: Any, prompts: Any, likeliest: int, **how: Any) -> Any:
-        if any(len(prompt) == 7 for prompt in prompts):
+    def refusing(params: Any, config: Any, prompts: Any, **how: Any) -> Any:
+        if any(len(prompt.tokens) == 7 for prompt in prompts):
             raise RuntimeError("no such prompt")
-        return scores(params, config, prompts, likeliest, **how)
+        return scores(params, config, prompts, **how)
 
     monkeypatch.setattr(worker_file, "score_prompts", refusing)
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}

@@ -3,7 +3,7 @@
 Each is f(logp, entropy, batch) -> (sum, count) for `train.logprob_loss`; batch has the entries of loss_fn_inputs.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,29 +30,22 @@ class NamedLoss:
     Attributes:
         make: From the numbers of loss_fn_config, to the loss.
         inputs: Entries that a datum needs.
-        config: Defaults of the numbers; None: there is none, so that a call names it.
+        config: Defaults of the numbers of loss_fn_config.
         per_token: Numbers that the data may have for each token instead, as an entry of their name.
         several: Whether the data may have several targets at a token, and so many inputs.
     """
 
     make: Callable[[Mapping[str, float]], LossFunction]
     inputs: tuple[str, ...]
-    config: Mapping[str, float | None]
+    config: Mapping[str, float]
     per_token: tuple[str, ...] = ()
     several: bool = False
 
-    def numbers(self, name: str, given: Mapping[str, float] | None, entries: Collection[str]) -> dict[str, float]:
-        """The numbers of a call. ValueError for an unknown one, and for one that is missing.
-
-        name: of the loss, for the sentences. entries: those that the data have.
-        """
+    def numbers(self, name: str, given: Mapping[str, float] | None) -> dict[str, float]:
+        """The numbers of a call. ValueError for an unknown one; name: of the loss, for the sentence."""
         if unknown := sorted((given or {}).keys() - self.config.keys()):
             raise ValueError(f"The loss {name!r} has no {unknown[0]!r}; its numbers are {sorted(self.config)}.")
-        found = {number: value for number, value in {**self.config, **(given or {})}.items() if value is not None}
-        missing = [number for number in self.config if number not in found and number not in entries]
-        if missing:
-            raise ValueError(f"The loss {name!r} needs a number {missing[0]!r} in loss_fn_config: it has no default.")
-        return found
+        return {**self.config, **(given or {})}
 
 
 def count_tokens(batch: Batch) -> Tensor:
@@ -152,13 +145,14 @@ def of_each_datum(loss: TracedLoss, budget: Budget) -> LossFunction:
 
 
 _POLICY, _CLIPS = ("logprobs", "advantages"), (LOW, HIGH)
-_USUAL: Mapping[str, float | None] = {LOW: 0.8, HIGH: 1.2}
-# Tinker publishes no default of beta and of GSPO's clips, so these have none here.
+_USUAL = {LOW: 0.8, HIGH: 1.2}
+# Tinker publishes no defaults of beta and of GSPO's clips: beta is that of its example, the clips are the paper's.
+_PAPER = {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}
 LOSSES = {
     "cross_entropy": NamedLoss(_cross_entropy, ("weights",), {}, several=True),
     "importance_sampling": NamedLoss(_importance_sampling, _POLICY, {}),
     "ppo": NamedLoss(_ppo, _POLICY, _USUAL, _CLIPS),
     "cispo": NamedLoss(_cispo, _POLICY, _USUAL, _CLIPS),
-    "dro": NamedLoss(_dro, _POLICY, {"beta": None}),
-    "gspo": NamedLoss(_gspo, (*_POLICY, "sequence_ratio_mask"), dict.fromkeys(_CLIPS), _CLIPS),
+    "dro": NamedLoss(_dro, _POLICY, {"beta": 0.05}),
+    "gspo": NamedLoss(_gspo, (*_POLICY, "sequence_ratio_mask"), _PAPER, _CLIPS),
 }

@@ -33,11 +33,10 @@ def named_loss(name: str) -> NamedLoss:
     return LOSSES[name]
 
 
-def function_of(name: str, numbers: Mapping[str, float] | None, data: Sequence[Any]) -> LossFunction:
-    """The loss of a name and its numbers, for these data. ValueError for wrong ones."""
-    loss, given = named_loss(name), data[0].loss_fn_inputs if data else ()
-    found = loss.numbers(name, numbers, [entry for entry in loss.per_token if entry in given])
-    return loss.make(found)
+def function_of(name: str, numbers: Mapping[str, float] | None) -> LossFunction:
+    """The loss of a name and its numbers. ValueError for wrong ones."""
+    loss = named_loss(name)
+    return loss.make(loss.numbers(name, numbers))
 
 
 def packed_data(data: Sequence[Any], loss_fn: str | None, base: Base) -> list[PackedRow]:

@@ -81,7 +81,7 @@ class TrainingClient(Ready):
 
     def _named(self, data: Sequence[Any], name: str, numbers: Any) -> tuple[OutputLoss, list[PackedRow]]:
         rows = packed.packed_data(data, name, self.base)
-        return self._loss(packed.function_of(name, numbers, data), rows), rows
+        return self._loss(packed.function_of(name, numbers), rows), rows
 
     def get_tokenizer(self) -> TextTokenizer:
         """The tokenizer of the base model's folder.
@@ -101,8 +101,8 @@ class TrainingClient(Ready):
             loss_fn: "cross_entropy" with weights, [T] or of several targets [T, K]; "importance_sampling", "ppo",
                 "cispo", "dro" and "gspo" with logprobs and advantages, "gspo" also with sequence_ratio_mask.
             loss_fn_config: The numbers of a loss; None: its defaults. Those of "ppo" and "cispo" are
-                {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}; "gspo" has the same numbers and "dro" beta,
-                without defaults. Clips may be entries of the data instead, a number per token.
+                {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, those of "gspo" 0.9997 and 1.0004 (its
+                paper's), that of "dro" {"beta": 0.05}. Clips may be entries of the data instead, a number per token.
 
         Returns:
             A future of the targets' log-probabilities in nats, and of the summed loss.

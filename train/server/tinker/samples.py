@@ -20,13 +20,12 @@ from ..model import PICTURES
 from ..sampled import truncated
 from ..scores import PromptScores
 from ..worker import Ticket
+from .asked import LIKELIEST, AskedOfPrompt
 from .sequences import Recorded
 from .wire import Drawn, sample_output
 
 SAMPLES = 1024  # answers of one request, at most
-LIKELIEST = 64  # tokens that are named at each place, at most
-# Fields of Tinker's package with values that ask for nothing: `type` names the request.
-ABSENT = (("prompt_alt_tokens_k", 0), ("type", "sample"))
+NAME = (("type", "sample"),)  # of the request, which Tinker's package repeats
 
 
 class Sample:
@@ -58,20 +57,22 @@ class Sample:
         body.take("sampling_session_id"), body.take("seq_id"), body.take("base_model")
         read = _prompt(body, base, capacity)
         self.prompt, self._images = read.tokens, read.images
-        self._wants_prompt = body.flag("prompt_logprobs")
-        self._prompt_k = body.integer("topk_prompt_logprobs", 0, high=LIKELIEST)
+        vocab = base.config.vocab_size
+        self._asked = AskedOfPrompt.of(body, len(self.prompt), vocab)
         self._answer_k = body.integer("topk_sample_logprobs", 0, high=LIKELIEST)
         how = body.object("sampling_params") or Body({}, "sampling_params.")
         self.requests = self._requests(how, n, ends, capacity)
         how.finish((("type", "sampling_params"),))
-        body.finish(ABSENT)
+        body.finish(NAME)
         self._answers = [Drawn([], [], False, []) for _ in range(n)]
         self._scores: PromptScores | None = None
         self._open = n
         self.tickets = [Ticket(self._put(i), request=one) for i, one in enumerate(self.requests)]
-        if self._wants_prompt or self._prompt_k:
-            scored = {"prompt": self.prompt, "images": self._images, "likeliest": self._prompt_k}
-            self.tickets.append(Ticket(self._put(None), **scored))
+        first = self.requests[0]
+        temperature = float(first.sampling.temperature)
+        scored = self._asked.scored(self.prompt, self._images, temperature, first.seed)
+        if scored is not None:
+            self.tickets.append(Ticket(self._put(None), prompt=scored))
             self._open += 1
 
     def _requests(self, how: Body, n: int, ends: tuple[int, ...], capacity: int) -> list[Request]:
@@ -138,10 +139,7 @@ class Sample:
         ]
 
     def _message(self) -> bytes:
-        scores = self._scores
-        prompt = scores.logp if scores is not None and self._wants_prompt else None
-        likeliest = None if scores is None else scores.likeliest
-        return sample_output(self._answers, prompt, likeliest, self._answer_k, self._prompt_k)
+        return sample_output(self._answers, self._asked.answer(self._scores), self._answer_k, self._asked.likeliest)
 
 
 def _prompt(body: Body, base: Base, capacity: int) -> InputTokens:

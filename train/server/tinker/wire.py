@@ -210,13 +210,23 @@ class Drawn:
     likeliest: list[Sequence[tuple[int, float]]]
 
 
-def sample_output(
-    answers: Sequence[Drawn],
-    prompt: Sequence[float | None] | None,
-    prompt_likeliest: Sequence[Sequence[tuple[int, float]] | None] | None,
-    answer_k: int,
-    prompt_k: int,
-) -> bytes:
+Likeliest = Sequence[Sequence[tuple[int, float]] | None]
+
+
+@dataclass(frozen=True)
+class DrawnPrompt:
+    """What a SampleResponse says of a prompt; None: nothing.
+
+    targets: the message Tensor with further tokens' log-probabilities. drawn: those with drawn tokens, and their nats.
+    """
+
+    logp: Sequence[float | None] | None = None
+    likeliest: Likeliest | None = None
+    targets: bytes | None = None
+    drawn: tuple[bytes, bytes] | None = None
+
+
+def sample_output(answers: Sequence[Drawn], prompt: DrawnPrompt, answer_k: int, prompt_k: int) -> bytes:
     """The message SampleResponse. answer_k, prompt_k: columns of the tables of likeliest tokens; 0: no table."""
     message = b""
     for answer in answers:
@@ -225,15 +235,35 @@ def sample_output(
         if answer_k:
             part += _field(4, _table(answer.likeliest, answer_k))
         message += _field(1, part)
-    if prompt is not None:
-        nats = np.asarray([np.nan if one is None else one for one in prompt], np.float32)
+    if prompt.logp is not None:
+        nats = np.asarray([np.nan if one is None else one for one in prompt.logp], np.float32)
         message += _field(2, nats.tobytes())
-    if prompt_k and prompt_likeliest is not None:
-        message += _field(3, _table(prompt_likeliest, prompt_k))
+    if prompt_k and prompt.likeliest is not None:
+        message += _field(3, _table(prompt.likeliest, prompt_k))
+    if prompt.targets is not None:
+        message += _field(5, prompt.targets)
+    if prompt.drawn is not None:
+        message += _field(6, b"".join(_field(number, one) for number, one in enumerate(prompt.drawn, 1)))
     return message
 
 
-def _table(rows: Sequence[Sequence[tuple[int, float]] | None], k: int) -> bytes:
+def tensor_message(
+    values: "np.ndarray[Any, Any]",
+    shape: Sequence[int],
+    rows: Tensor | None = None,
+    columns: Tensor | None = None,
+) -> bytes:
+    """The message Tensor of float32 or int64; rows, columns: of compressed sparse rows, as in `dense`."""
+    kind = FLOAT32 if values.dtype == np.float32 else INT64
+    if rows is None or columns is None:
+        message = _field(1, values.tobytes())
+    else:
+        parts = (values.tobytes(), rows.numpy().tobytes(), columns.numpy().tobytes())
+        message = _field(2, b"".join(_field(number, part) for number, part in enumerate(parts, 1)))
+    return message + _field(3, kind) + b"".join(_field(4, size) for size in shape)
+
+
+def _table(rows: Likeliest, k: int) -> bytes:
     ids, nats = np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY, np.float32)
     for place, row in enumerate(rows):
         for rank, (token, logp) in enumerate((row or ())[:k]):

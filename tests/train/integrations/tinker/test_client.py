@@ -137,7 +137,12 @@ LOSSES: dict[str, tuple[Callable[[], list[types.Datum]], Callable[..., Tensor], 
     "dro": (
         _policy_data,
         lambda logp, given: -(logp * given["advantages"]).sum() + 0.5 * 0.05 * ((logp - given["logprobs"]) ** 2).sum(),
-        {"beta": 0.05},
+        None,
+    ),
+    "dro of another beta": (
+        _policy_data,
+        lambda logp, given: -(logp * given["advantages"]).sum() + 0.5 * 0.4 * ((logp - given["logprobs"]) ** 2).sum(),
+        {"beta": 0.4},
     ),
     "gspo": (
         lambda: _with(
@@ -145,6 +150,11 @@ LOSSES: dict[str, tuple[Callable[[], list[types.Datum]], Callable[..., Tensor], 
         ),
         lambda logp, given: -_clipped(_sequence_ratio(logp, given), given, 0.6, 1.3).sum(),
         {"clip_low_threshold": 0.6, "clip_high_threshold": 1.3},
+    ),
+    "gspo of its paper's clips": (
+        lambda: _with(_policy_data(), "sequence_ratio_mask", torch.ones),
+        lambda logp, given: -_clipped(_sequence_ratio(logp, given), given, 0.9997, 1.0004).sum(),
+        None,
     ),
     "ppo of each token and a number": (
         lambda: _with(_policy_data(), "clip_low_threshold", lambda length: torch.linspace(0.2, 0.9, length)),
@@ -343,11 +353,6 @@ def test_answers_end_at_stops(client: tinker.Client, base: Path) -> None:
         (
             lambda t, c: t.forward_backward(_policy_data(), "ppo", {"clip": 1.0}),
             "The loss 'ppo' has no 'clip'; its numbers",
-        ),
-        (lambda t, c: t.forward_backward(_policy_data(), "dro"), "The loss 'dro' needs a number 'beta'"),
-        (
-            lambda t, c: t.forward_backward(_with(_policy_data(), "sequence_ratio_mask", torch.ones), "gspo"),
-            "The loss 'gspo' needs a number 'clip_low_threshold'",
         ),
         (
             lambda t, c: t.forward_backward(_with(_bounded_data(), "sequence_ratio_mask", torch.zeros), "gspo"),
