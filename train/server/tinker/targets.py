@@ -53,7 +53,7 @@ def targets_of(body: Body, tokens: int, vocab: int) -> Targets | None:
         raise given.wrong("shape", f"[{tokens - 1}, K], for the prompt has {tokens} tokens, and K at least 1")
     ids = _integers(given, "data")
     if bool(((ids < NOTHING) | (ids >= vocab)).any()):
-        raise given.wrong("data", f"token ids from 0 to {vocab - 1}, or {NOTHING} where nothing is asked")
+        raise given.wrong("data", f"token ids from 0 to {vocab - 1}, or {NOTHING} for none")
     sparse = "sparse_crow_indices" in given or "sparse_col_indices" in given
     rows = _integers(given, "sparse_crow_indices") if sparse else None
     columns = _integers(given, "sparse_col_indices") if sparse else None

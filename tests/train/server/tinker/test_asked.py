@@ -168,7 +168,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"target_prompt_logprobs": _dense(IDS[:-1])}, "shape is [4, 1]; it must be [5, K], for the prompt has 6 tokens"),
     ({"target_prompt_logprobs": _dense(IDS) | {"shape": [5]}}, "it must be [tokens of the prompt - 1, K]"),
     ({"target_prompt_logprobs": _dense(IDS) | {"shape": [5, 2]}}, "it must be 10 ids, as its shape [5, 2] says"),
-    ({"target_prompt_logprobs": _dense(IDS + 200)}, "token ids from 0 to 259, or -1 where nothing is asked"),
+    ({"target_prompt_logprobs": _dense(IDS + 200)}, "token ids from 0 to 259, or -1 for none"),
     ({"target_prompt_logprobs": _dense(IDS * 0 - 1)}, "of which at least one is not -1"),
     ({"target_prompt_logprobs": _dense(IDS) | {"data": [0.5] * 5}}, "a list of integers"),
     ({"target_prompt_logprobs": _dense(IDS) | {"more": 1}}, "target_prompt_logprobs.more is not supported"),
