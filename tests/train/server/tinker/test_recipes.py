@@ -124,7 +124,7 @@ def test_the_curves_are_drawn(
     panels = {
         "sl_loop": ("nats per token", losses),
         "rl_loop": ("reward", rewards),
-        "on_policy_distillation": ("KL to the teacher, nats per token", divergences),
+        "on_policy_distillation": ("KL to the teacher", divergences),
     }
     for axes, (name, (label, values)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         axes.plot(range(len(values)), values)
