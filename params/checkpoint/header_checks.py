@@ -71,7 +71,7 @@ def check_folder(
     config = declared if head is None else with_head(declared, head)
     parameters = tensor_map.stored_leaves(config)
     prefix = tensor_map.missing_prefix(parameters, located)
-    smaller, dropped = tensor_map.drop_optional(config, drop, located, prefix, part=part)
+    smaller, dropped = tensor_map.drop_optional(config, drop, located, prefix)
     if prefix or smaller != config:
         config, parameters = smaller, tensor_map.stored_leaves(smaller, prefix)
     parameters = tensor_map.with_stacked_experts(parameters, located)

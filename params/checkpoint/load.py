@@ -185,6 +185,10 @@ def _placed(plan: Tree | None, checked: CheckedFolder) -> tuple[Tree, dict[str, 
     tops = {path.partition(".")[0] for path in leaves}
     left_out = traits_of(family_of(checked.config)).optional.keys() - tops
     plan = {name: how for name, how in plan.items() if name not in left_out}
+    if (text := getattr(checked.config, "text", None)) is not None and "text" in plan:
+        of_text = traits_of(family_of(text)).optional
+        kept = [name for name in plan["text"] if name not in of_text or getattr(text, of_text[name])]
+        plan = {**plan, "text": {name: plan["text"][name] for name in kept}}
     return plan, plan_by_path(plan, leaves)
 
 

@@ -245,13 +245,13 @@ def duplicate_names(config: DecoderConfig, prefix: str = "") -> dict[str, str]:
 
 
 def drop_optional(
-    config: DecoderConfig, drop: Collection[str], found: Container[str], prefix: str = "", *, part: str | None = None
+    config: DecoderConfig, drop: Collection[str], found: Container[str], prefix: str = ""
 ) -> tuple[Any, frozenset[str]]:
     """(config without the optional parts that are not loaded, names on disk that are skipped for it).
 
     The trait `optional` lists the optional parts of a model, {key of the tree: config field that counts them}. Parts in
-    `drop` are left out, and so are those of which the files hold no tensor. Those of a text inside of a model are
-    loaded with part="text" alone. ValueError for other names in `drop`.
+    `drop` are left out, and so are those of which the files hold no tensor. A model of several parts has those of its
+    text too. ValueError for other names in `drop`.
     """
     optional, of_text = traits_of(family_of(config)).optional, _optional_of_text(config)
     known = (*optional, *of_text, *traits_of(family_of(config)).unread)
@@ -260,7 +260,6 @@ def drop_optional(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "
             f"{', '.join(map(repr, known)) or 'nothing'}."
         )
-    drop = drop if part == "text" else (*drop, *of_text)
     counts = {**optional, **of_text}
     # computed only if needed: it dominates the time
     parameters = with_stacked_experts(stored_leaves(config, prefix), found) if counts else ()

@@ -13,6 +13,16 @@ def test_every_axis_of_every_familys_layers_is_known() -> None:
             assert path_in_layer(path) is None or set(leaf.axes) <= AXES.keys(), f"{case}: {path} has {leaf.axes}"
 
 
+def test_paths_in_blocks_of_mtp_heads_are_those_of_layers() -> None:
+    for path in (
+        "mtp.0.block.attention.q_proj",
+        "text.mtp.0.block.1.attention.q_proj",
+        "text.layers.3.attention.q_proj",
+    ):
+        assert path_in_layer(path) == "attention.q_proj"
+    assert path_in_layer("text.mtp.0.eh_proj") is None
+
+
 def test_a_region_is_made_by_an_axis_that_tp_shards() -> None:
     regions = {axis.region for axis in AXES.values()} - {None}
     assert regions <= set(sharded_by("tp")) and all(AXES[name].region == name for name in regions if name)

@@ -1,7 +1,6 @@
 """EXAONE 4.5 (LG AI Research, 2026): cells of 2 x 2 patches of a tower like Qwen2.5-VL's among the tokens of EXAONE 4.
 
-Positions have one axis. `load_pretrained(path, part="text")` reads the text alone, with the MTP head that files have;
-the full model is read without it.
+Positions have one axis. `load_pretrained(path, part="text")` reads the text alone.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)

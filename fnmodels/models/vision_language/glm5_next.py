@@ -1,8 +1,7 @@
 """GLM 5.3 Flash with images (Z.ai, 2026): cells of patches among the tokens of its text, by the merger of GLM-4.1V.
 
 The tower is GLM-OCR's with clamped gates and values. Nothing in the text rotates, and positions have one axis.
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.glm5_next`, with the MTP head
-that files have; the full model is read without it.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.glm5_next`.
 
 image = image.repeat_interleave(config.vision.frames, 0)  # [C T, H, W]: a picture is a video that stands still
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)

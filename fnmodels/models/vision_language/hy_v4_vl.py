@@ -1,8 +1,7 @@
 """Hy4 with images (Tencent, 2026): cells of patches among the tokens of its text, and a newline after each row of them.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.hy_v4`, with the MTP head that
-files have; the full model is read without it. Positions have three axes; features are made by two convolutions, over a
-cell and 1 x 1.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.hy_v4`. Positions have three
+axes; features are made by two convolutions, over a cell and 1 x 1.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows([image], config.vision)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)

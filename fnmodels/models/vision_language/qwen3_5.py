@@ -14,7 +14,7 @@ inputs = qwen3_5.with_images(params, batch[0], features, places, config=config)
 logits = fnmodels.forward(params["text"], inputs, *batch[1:], config=config.text)
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -23,17 +23,20 @@ from fnmodels.errors import UnsupportedError
 from fnmodels.inputs.image_places import cells, image_places  # noqa: F401
 from fnmodels.inputs.image_positions import image_positions  # noqa: F401
 from fnmodels.models.common.config_json import ConfigJson, Fields
-from fnmodels.models.common.family import Traits
 from fnmodels.models.common.storage import StoredNames
 from fnmodels.models.vision import qwen3_vl_vision
 from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import qwen_vl, vision_language
 from fnmodels.models.vision_language.common.qwen_vl import placeholder, read_image  # noqa: F401
-from fnmodels.models.vision_language.common.vision_language import cell_side, features_of, with_images  # noqa: F401
+from fnmodels.models.vision_language.common.vision_language import (  # noqa: F401
+    cell_side,
+    features_of,
+    leftovers,
+    with_images,
+)
 from fnmodels.tree import Tree
 
-TRAITS = Traits(leftovers=(r"mtp\..*",))  # the MTP head of the text, which part="text" reads
 _USUAL: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16}
 _USUAL |= {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}
 _DENSE = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32}
@@ -73,7 +76,7 @@ class Config:
             outer, qwen_vl.text_values(outer), text_type, text_type, defaults=_TYPES[model_type][0]
         )
         config = Config(
-            text=replace(text, num_nextn_predict_layers=0),
+            text=text,
             vision=qwen3_vl_vision.Config.from_hf(tower),
             image_token=outer.integer("image_token_id", 248056, low=0),
             model_type=model_type,

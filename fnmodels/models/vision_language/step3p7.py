@@ -1,7 +1,6 @@
 """Step 3.7 Flash (StepFun, 2026) with images: a picture and the crops of it among the tokens of Step 3.5's text.
 
-`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.step3p5`, with the MTP heads that
-files have; the full model is read without them.
+`load_pretrained(path, part="text")` reads the text alone, by `fnmodels.models.decoder.step3p5`.
 
 patches, at, image_ids = fnmodels.inputs.patch_rows(images, config.vision, length=...)
 batch = fnmodels.prepare(config.vision, patches, positions=at, segment_ids=image_ids)

@@ -89,8 +89,8 @@ def test_the_first_releases_name_of_the_text_is_read() -> None:
     assert fnmodels.models.common.registry.every_model()["exaone4_5"].endswith("exaone4_5")
 
 
-def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
-    """Files have it under mtp.*, and no field that says so; the full model is read without it."""
+def test_the_text_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
+    """Files have it under mtp.*, and no field that says so."""
     one = replace(_CONFIG, text=replace(_CONFIG.text, num_nextn_predict_layers=1))
     text = {name: value for name, value in _TEXT.items() if name != "num_nextn_predict_layers"}
     assert exaone4_5.Config.from_hf(VALUES | {"text_config": text}) == one == exaone4_5.Config.from_hf(one.to_hf())
@@ -103,5 +103,7 @@ def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
     config, found = P.load_pretrained(tmp_path, part="text")
     assert config == one.text and found.keys() >= {"mtp"} and off(found, params["text"]) == 0
     whole, found = P.load_pretrained(tmp_path)
+    assert whole == one and off(found, params) == 0
+    whole, found = P.load_pretrained(tmp_path, drop=("mtp",))
     assert whole == _CONFIG and "mtp" not in found["text"]
     assert "mtp" not in P.load_pretrained(tmp_path, part="text", drop=("mtp",))[1]

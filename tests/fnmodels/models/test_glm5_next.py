@@ -136,8 +136,8 @@ def test_mtp_layers_that_no_field_counts_are_not_read(tmp_path: Path) -> None:
         P.load_pretrained(tmp_path)
 
 
-def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
-    """And the full model, whose tokens are of images too, is read without it."""
+def test_the_text_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
+    """Alone and in the full model."""
     plain = _config("glm5_next")
     config = replace(plain, text=replace(plain.text, num_nextn_predict_layers=1))
     params, first = generic_params(config), config.text.num_hidden_layers
@@ -151,6 +151,8 @@ def test_the_text_alone_has_the_mtp_head_of_the_files(tmp_path: Path) -> None:
     text, found = P.load_pretrained(tmp_path, part="text", drop=("mtp",))
     assert text == plain.text and "mtp" not in found
     whole, found = P.load_pretrained(tmp_path)
+    assert whole == config and off(found, params) == 0
+    whole, found = P.load_pretrained(tmp_path, drop=("mtp",))
     assert whole == plain and "mtp" not in found["text"] and off(found["vision"], params["vision"]) == 0
     lost = f"model.language_model.layers.{first}.hnorm.weight"
     del tensors[lost]

@@ -171,7 +171,7 @@ def test_defaults_are_those_of_transformers() -> None:
     assert whole.text.rope_interleave  # neighbours rotate, as in transformers
 
 
-def test_files_with_an_mtp_head_are_read_without_it(tmp_path: Path) -> None:
+def test_mtp_heads_that_the_config_counts_are_read(tmp_path: Path) -> None:
     config, params = _config("hy_v4_vl"), _params("hy_v4_vl")
     P.save_pretrained(tmp_path, config, params)
     file = tmp_path / "model.safetensors"
@@ -190,6 +190,8 @@ def test_files_with_an_mtp_head_are_read_without_it(tmp_path: Path) -> None:
     read, loaded = P.load_pretrained(tmp_path / "head", part="text")
     assert read == one.text and loaded.keys() >= {"mtp"} and off(loaded, params["text"]) == 0
     read, loaded = P.load_pretrained(tmp_path / "head")
+    assert read == one and off(loaded, params) == 0
+    read, loaded = P.load_pretrained(tmp_path / "head", drop=("mtp",))
     assert read == config and "mtp" not in loaded["text"]
 
 

@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+import params as P
+import train
 from fnmodels import tree
 from fnmodels.models.vision_language import qwen3_5
 from tests.support import wrappers
+from tests.support.cases import batch_of, generic_params, off, segments
 from tests.support.oracle import assert_close, on_disk
 from tests.variants.qwen3_next import variants
+from train.generation import speculate
 
 IMAGE = 60  # the id of image tokens
 BOUND = 1e-4  # the reference's chunked delta rule is off by up to 3e-5
@@ -70,6 +75,32 @@ def test_gradients_equal_transformers() -> None:
 def test_files_are_read_and_written(name: str, tmp_path: Path) -> None:
     wrappers.assert_files(_reference(name), _config(name), tmp_path)
     wrappers.assert_text_alone(_config(name), tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_full_model_has_the_mtp_head_of_the_files(name: str, tmp_path: Path) -> None:
+    """It is trained by batches of text, drafts after prompts of text, and is saved again; forward does not read it."""
+    values = values_of(name)
+    config = qwen3_5.Config.from_hf(values | {"text_config": values["text_config"] | {"mtp_num_hidden_layers": 1}})
+    params = generic_params(config)
+    P.save_pretrained(tmp_path, config, params)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    around = {f"mtp.{part}.weight" for part in ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")}
+    assert {one for one in names if one.startswith("mtp.") and ".layers.0." not in one} == around
+    read, found = P.load_pretrained(tmp_path)
+    assert read == config == qwen3_5.Config.from_hf(config.to_hf()) and off(found, params) == 0
+    plain, without = P.load_pretrained(tmp_path, drop=("mtp",))
+    assert plain == _config(name) and "mtp" not in without["text"]
+    text = batch_of(config.text, segments((9, 6)))
+    assert torch.equal(text.forward(found["text"]), text.forward(without["text"]))
+    head = tree.map(lambda leaf: leaf.requires_grad_(), found["text"]["mtp"])
+    ahead = train.losses.look_ahead(text.batch(), heads=1)
+    train.mtp_loss(found["text"], ahead, config=config.text)[0].backward()
+    assert all(leaf.grad.any() for leaf in tree.leaves(head) if leaf.dim() == 2)
+    how: dict[str, Any] = {"prompts": [[3, 4, 5]], "max_new": 4, "ahead": 2, "seeds": 0}
+    with torch.no_grad():
+        drafted, _ = speculate(found["text"], config.text, None, None, **how)
+    assert len(drafted.tokens[0]) == 4
 
 
 def test_errors_name_what_does_not_fit() -> None:

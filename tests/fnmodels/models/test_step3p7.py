@@ -188,8 +188,8 @@ def test_pictures_that_shrink_to_nothing_are_refused() -> None:
         whole_and_crops(torch.zeros(3, 32, 20000, dtype=torch.uint8), 64, 48, most=512)
 
 
-def test_the_text_alone_has_the_mtp_heads_of_the_files(tmp_path: Path) -> None:
-    """And the full model, whose tokens are of images too, is read without them."""
+def test_the_text_has_the_mtp_heads_of_the_files(tmp_path: Path) -> None:
+    """Alone and in the full model; they are saved again, or left out."""
     plain = _config("step3p7")
     config = replace(plain, text=replace(plain.text, num_nextn_predict_layers=2))
     params = generic_params(config)
@@ -202,6 +202,10 @@ def test_the_text_alone_has_the_mtp_heads_of_the_files(tmp_path: Path) -> None:
     text, found = P.load_pretrained(tmp_path, part="text", drop=("mtp",))
     assert text == plain.text and "mtp" not in found
     whole, found = P.load_pretrained(tmp_path)
+    assert whole == config and off(found, params) == 0
+    P.save_pretrained(tmp_path / "kept", whole, found)
+    assert load_file(tmp_path / "kept" / "model.safetensors").keys() == names
+    whole, found = P.load_pretrained(tmp_path, drop=("mtp",))
     assert whole == plain and "mtp" not in found["text"] and off(found["vision"], params["vision"]) == 0
     P.save_pretrained(tmp_path / "again", whole, found)
     (tmp_path / "again" / "config.json").write_bytes((tmp_path / "config.json").read_bytes())

@@ -38,7 +38,9 @@ from train.comm.region import Region
 SHARDED = sharded_by("tp")
 LeafT = TypeVar("LeafT", Tensor, KeptWeight)
 _LAYER = re.compile(r"((?:\w+\.)?layers\.\d+)\.(.+)")  # also of a stack or tower: encoder.layers.0.mlp.up_proj
-_BLOCK = re.compile(r"mtp\.\d+\.block\.(?:(\d+)\.)?(.+)")  # of an MTP head: of its layer, or of one of several
+_BLOCK = re.compile(
+    r"(?:\w+\.)?mtp\.\d+\.block\.(?:(\d+)\.)?(.+)"
+)  # of an MTP head: of its layer, or of one of several
 
 
 @dataclass(frozen=True)
