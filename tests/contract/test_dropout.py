@@ -22,6 +22,7 @@ from fnmodels.ops import dropout as op
 from fnmodels.ops.attention import disentangled
 from fnmodels.ops.dropout import Dropout
 from fnmodels.stack import loop
+from tests.support import masks
 from tests.support.cases import (
     Batch,
     Case,
@@ -61,6 +62,14 @@ class Problem:
         inputs, masks, freqs_cis = self.prepared(rng, batch)
         return fnmodels.forward(self.params, inputs, masks, freqs_cis, config=self.config, **options)
 
+    def apart(self) -> Batch:
+        """Each document in a row of its own: a seed numbers them in the same order."""
+        within = torch.arange(13) < torch.tensor([4, 7, 2, 6, 5, 13])[:, None]
+        made = Batch(self.config, *(torch.zeros(6, 13, dtype=torch.int64) for _ in range(3)), self.batch.length)
+        made.tokens[within], made.positions[within] = self.batch.tokens[PACKED > 0], self.batch.positions[PACKED > 0]
+        made.segment_ids[within] = 1
+        return made
+
     def prepared(self, rng: Any = 3, batch: Any = None) -> Any:
         b = batch or self.batch
         places = {"positions": b.positions, "segment_ids": b.segment_ids, "length": b.length, "rng": rng}
@@ -80,13 +89,42 @@ def test_packed_separate_split_and_rematerialised_masks_are_the_same(case: Case)
     close(p.forward(p.keys), whole)
     rows = [p.forward(p.keys[i : i + 1], p.batch.take(slice(i, i + 1), slice(None))) for i in range(3)]
     close(torch.cat(rows), whole)
-    # Each document in a row of its own: a seed numbers them in the same order.
-    sizes = torch.tensor([4, 7, 2, 6, 5, 13])
-    within = torch.arange(13) < sizes[:, None]
-    apart = Batch(p.config, *(torch.zeros(6, 13, dtype=torch.int64) for _ in range(3)), p.batch.length)
-    apart.tokens[within], apart.positions[within] = p.batch.tokens[PACKED > 0], p.batch.positions[PACKED > 0]
-    apart.segment_ids[within] = 1
-    close(p.forward(batch=apart)[within], whole[PACKED > 0])
+    apart = p.apart()
+    close(p.forward(batch=apart)[apart.valid], whole[PACKED > 0])
+
+
+@every_structure
+def test_masks_are_the_same_bit_for_bit(case: Case) -> None:
+    """Packed, each document in a row, each row alone, permuted, and rematerialised where a backward pass follows."""
+    p = Problem(case, **dataclasses.asdict(RATES) | {"neurons": 0.25})
+    of_batch = masks.keyed(p.keys, p.batch.valid)
+
+    def recorded(batch: Batch, keys: Tensor, **options: Any) -> masks.Masks:
+        with masks.recording(of_batch, p.batch.valid, 4 * p.config.num_hidden_layers) as found:
+            p.forward(keys, batch, **options)
+        return found
+
+    packed = recorded(p.batch, of_batch)
+    apart = p.apart()
+    by_seed = noise_keys(3, apart.positions, apart.segment_ids)
+    masks.check_same(recorded(apart, masks.keyed(by_seed, apart.valid)).grids, packed.grids)
+    rows = [recorded(p.batch.take(slice(i, i + 1), slice(None)), of_batch[i : i + 1]).grids for i in range(3)]
+    masks.check_same(masks.joined(rows), packed.grids)
+    with masks.recording(of_batch, p.batch.valid, 4 * p.config.num_hidden_layers) as again:
+        params = tree.map(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), p.params)
+        inputs, made, freqs_cis = p.prepared(of_batch)
+        logits = fnmodels.forward(params, inputs, made, freqs_cis, config=p.config, layer_fn=fnmodels.remat)
+        logits.where(p.batch.valid[..., None], 0).square().sum().backward()
+    masks.check_same(again.grids, packed.grids)
+    assert all(
+        count == (1 if layer < 0 else 2) * packed.counts[name, layer] for (name, layer), count in again.counts.items()
+    )
+    if not ordered_kinds(p.config):
+        order = torch.randperm(13, generator=torch.Generator().manual_seed(0))
+        with masks.recording(of_batch, p.batch.valid, 4 * p.config.num_hidden_layers) as moved:
+            inputs, made, freqs_cis = fnmodels.permute(p.prepared(of_batch), order)
+            fnmodels.forward(p.params, inputs, made, freqs_cis, config=p.config)
+        masks.check_same(moved.grids, packed.grids)
 
 
 @every_structure

@@ -1,4 +1,4 @@
-"""Dropout by keys of tokens: a step over any mesh is that of one process, whose masks it therefore has."""
+"""Dropout by keys of tokens: a step over any mesh has the masks of one process bit for bit, and its results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import functools
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import train
 from fnmodels import tree
 from fnmodels.inputs import noise_keys
-from fnmodels.ops.dropout import Dropout
+from fnmodels.models.common import context
+from fnmodels.ops.dropout import Dropout, Noise
+from tests.support import masks
 from tests.support.cases import generic_params
 from tests.support.one_process import CLIP, LENGTH, batch, config_of, error, optimizer_of, placed, worst
 from tests.support.ranks_pool import Ranks
@@ -22,31 +25,66 @@ from train.parallel.placement import shardings
 RATES = Dropout(weights=0.3, attention=0.2, mlp=0.1, embedding=0.15, neurons=0.25)
 
 
-def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
-    """{what: how far a step over the mesh is from that of one process}, and of one without dropout: "off"."""
+def one_shard_of_neurons(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Noise, "read_by", lambda noise, name: (noise.neurons, 0))
+
+
+def one_shard_of_heads(patch: pytest.MonkeyPatch) -> None:
+    real = context.dropped_weights
+    first = lambda weights, noise, *how: real(weights, dataclasses.replace(noise, head_shard=0), *how)  # noqa: E731
+    patch.setattr(context, "dropped_weights", first)
+
+
+PLANTS = {plant.__name__: plant for plant in (one_shard_of_neurons, one_shard_of_heads)}
+
+
+def planted(plant: str, *job: Any) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTS[plant](patch)
+        return stepped(*job)
+
+
+def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """How far a step over the mesh is from that of one process, and one without dropout ("off"), and masks of both.
+
+    counts: how often a mask was made in the layers, at most.
+    """
     mesh, how, layers = Mesh.parse(text), Strategy(**strategy), 3 if "pp" in text else None
     config = dataclasses.replace(config_of(name, layers), dropout=RATES)
     loss = functools.partial(train.next_token_loss, config=config, length=LENGTH)
     optimizer, rows = optimizer_of(name, layers), batch()
-    keyed = rows | {"rng": noise_keys(7, rows["positions"], rows["segment_ids"])}
-    params = generic_params(config)
-    one, expected = train.make_step(loss, optimizer, clip=CLIP)(train.init_state(params, optimizer), keyed)
+    valid = rows["segment_ids"] > 0
+    keys = masks.keyed(noise_keys(7, rows["positions"], rows["segment_ids"]), valid)
+    recording = functools.partial(masks.recording, keys, valid, config.num_hidden_layers)
+    keyed, params = rows | {"rng": keys}, generic_params(config)
+    with recording() as whole:
+        one, expected = train.make_step(loss, optimizer, clip=CLIP)(train.init_state(params, optimizer), keyed)
     off, _ = train.make_step(loss, optimizer, clip=CLIP)(train.init_state(params, optimizer), rows)
 
     placed_params = placed(name, mesh, strategy=how, layers=layers)
     step = train.make_step(loss, optimizer, clip=CLIP, mesh=mesh, strategy=how, **options)
-    state, metrics = step(train.init_state(placed_params, optimizer), keyed)
+    with recording() as own:
+        state, metrics = step(train.init_state(placed_params, optimizer), keyed)
     after, shards = tree.flatten(one.params), tree.flatten(shardings(state.params))
     held = tree.flatten(local_tree(state.params))
     found = {path: error(leaf, after[path][shards[path].local_box()]) for path, leaf in held.items()}
     found |= {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
-    return found | {"off": max(map(error, tree.leaves(off.params), tree.leaves(one.params)))}
+    found["off"] = max(map(error, tree.leaves(off.params), tree.leaves(one.params)))
+    grids = {"own": masks.written(own.grids)} | ({"whole": masks.written(whole.grids)} if dist.get_rank() == 0 else {})
+    return {"errors": found, **grids, "counts": max(n for (_, layer), n in own.counts.items() if layer >= 0)}
+
+
+def check_masks(found: list[dict[str, Any]]) -> None:
+    whole = masks.read(found[0]["whole"])
+    assert all(((grid == 0).any() and (grid == 1).any()) for grid in whole.values())
+    masks.check_same(masks.joined([masks.read(rank["own"]) for rank in found]), whole)
 
 
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy", "options"),
     [
         ("llama", "dp=2", {}, {"accumulate": 2}),
+        ("llama", "fsdp=2", {}, {}),
         ("llama", "fsdp=2,tp=2", {"sequence": True}, {"remat": "full"}),
         ("llama", "tp=2", {"sequence": True}, {"accumulate": 2}),
         ("gpt_oss", "tp=2", {}, {}),
@@ -66,5 +104,16 @@ def test_dropout_over_a_mesh_is_that_of_one_process(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
 ) -> None:
     found = ranks(Mesh.parse(mesh).world)(stepped, name, mesh, strategy, options)
-    assert all(errors.pop("off") > 1e-3 for errors in found)  # what another mask would leave
-    assert worst(found)[0] < 1e-5, worst(found)
+    check_masks(found)
+    if options.get("remat") == "full":
+        assert all(rank["counts"] == 2 * options.get("accumulate", 1) for rank in found)
+    errors = [rank["errors"] for rank in found]
+    assert all(one.pop("off") > 1e-3 for one in errors)  # what another mask would leave
+    assert worst(errors)[0] < 1e-5, worst(errors)
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_masks_of_another_shard_are_found(ranks: Ranks, plant: str) -> None:
+    found = ranks(2)(planted, plant, "llama", "tp=2", {}, {})
+    with pytest.raises(AssertionError):
+        check_masks(found)
