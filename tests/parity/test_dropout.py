@@ -16,7 +16,7 @@ import fnmodels
 from fnmodels.models.common.dropout import dropout_table
 from fnmodels.models.common.family import traits_of
 from fnmodels.ops.dropout import Dropout
-from tests.support.cases import Case, block_of, cases, is_ordered, seed_of, tokens_of
+from tests.support.cases import Case, block_of, cases, seed_of, tokens_of
 from tests.support.dropouts import apart, check_places, fixed_dropout, off, scaled
 from tests.support.oracle import assert_close, model_of, params_of
 
@@ -134,12 +134,9 @@ def test_the_same_tensors_are_dropped_at_the_same_rates_as_in_transformers(model
         check_places(p.ours, rates, theirs)
 
 
-# One type of each block and set of rates: the test above has every type. Not the recurrent ones, which take up to
-# seconds for so many rows, and drop weights of attention like the others.
+# One type of each block and set of rates, recurrent ones too: the test above has every type.
 DISTINCT = {
-    (block_of(case), str(dropout_table(case.config))): name
-    for name, case in types().items()
-    if name not in IGNORED and not is_ordered(case)
+    (block_of(case), str(dropout_table(case.config))): name for name, case in types().items() if name not in IGNORED
 }
 
 

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from torch.func import grad, grad_and_value, hessian, jacrev, jvp, linearize, vmap
+from torch.func import grad, grad_and_value, hessian, jacrev, jvp, linearize, vjp, vmap
 
 import fnmodels
 import train
@@ -209,6 +209,14 @@ def test_linearize():
     close([value, push(v), push(p)], [wanted, theirs(of_jax(v)), theirs(q)])
 
 
+def test_vjp():
+    q, b = of_jax(p), of_jax(batch)
+    logits, pull = vjp(lambda x: fnmodels.forward(x, *fnmodels.prepare(CONFIG, batch["tokens"]), config=CONFIG), p)
+    wanted, theirs = jax.vjp(lambda x: their_logits(x, b["tokens"]), q)
+    along = logits.cos()
+    close([logits, pull(along)[0]], [wanted, theirs(of_jax({"v": along})["v"])[0]])
+
+
 def test_the_hessian_of_a_leaf():
     q, b = of_jax(p), of_jax(batch)
     close(
@@ -227,6 +235,14 @@ def test_gradients_of_each_sample():
     ours = vmap(grad(mean), (None, 0))(p, fnmodels.rows(batch))
     alone = jax.vmap(jax.grad(their_mean), (None, 0))(of_jax(p), of_jax(fnmodels.rows(batch)))
     close(ours, alone)
+
+
+def test_gradients_of_each_sample_clipped():
+    """As DP-SGD adds them up."""
+    clip, limit = train.optim.clip_norm(0.3), their_clip(0.3)
+    ours = vmap(lambda q, row: clip.update(grad(mean)(q, row), {}, q)[0], (None, 0))(p, fnmodels.rows(batch))
+    theirs = lambda q, row: limit.update(jax.grad(their_mean)(q, row), ())[0]  # noqa: E731
+    close(ours, jax.vmap(theirs, (None, 0))(of_jax(p), of_jax(fnmodels.rows(batch))))
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "hvp"])
@@ -284,6 +300,37 @@ def test_some_leaves_are_trained():
     )
     (after, _), _ = their_step(other, (q, other.init(q)), b)
     close(state.params, after)
+
+
+def test_groups_of_leaves_are_clipped_apart():
+    """partition of chain(clip_norm, ...): each group by its own norm, over the leaves of the group alone."""
+    groups = {"*norm*": (0.02, 0.1), "layers.0.*": (0.1, 0.2), "*": (0.3, 0.01)}  # {pattern: (limit, rate)}
+    ours = {
+        name: train.chain(train.optim.clip_norm(limit), train.sgd(rate, momentum=0.9))
+        for name, (limit, rate) in groups.items()
+    }
+    theirs = {
+        name: optax.chain(their_clip(limit), optax.sgd(rate, momentum=0.9)) for name, (limit, rate) in groups.items()
+    }
+    optimizer, q = train.partition(ours), of_jax(p)
+
+    def label(path, _):
+        name = jax.tree_util.keystr(path)
+        return "*norm*" if "norm" in name else "layers.0.*" if "['layers'][0]" in name else "*"
+
+    other = optax.multi_transform(theirs, jax.tree_util.tree_map_with_path(label, q))
+    state, made = (q, other.init(q)), train.State(torch.tensor(0), p, optimizer.init(p))
+    run, in_place = train.pure_step(LOSS, optimizer), train.make_step(LOSS, optimizer)
+    kept = train.init_state(p, optimizer)
+    for each in BATCHES[:3]:
+        state, _ = their_step(other, state, of_jax(each))
+        made, kept = run(made, each)[0], in_place(kept, each)[0]
+        close(made.params, state[0])
+        close(kept.params, state[0])
+    squares = dict.fromkeys(groups, 0.0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.grad(their_mean)(q, of_jax(BATCHES[0]))):
+        squares[label(path, None)] += float((leaf**2).sum())
+    assert all(squares[name] > 2 * limit**2 for name, (limit, _) in groups.items()), squares  # each limit acts
 
 
 @pytest.mark.parametrize("name", ["chain", "partition", "with_ema"])

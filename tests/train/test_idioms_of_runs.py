@@ -1,5 +1,6 @@
-"""What JAX users write around a step, equal in fp64 to jax and optax as in `test_idioms`: several batches, averages of
-parameters, recomputation by a policy, and caches. Meshes are in parallel/test_mesh_in_jax.py. Skipped without jax."""
+"""What JAX users write around a step, equal in fp64 to jax and optax as in `test_idioms`: graphs of one step and of k,
+several batches, averages of parameters, recomputation by a policy, and caches. Meshes are in
+parallel/test_mesh_in_jax.py. Skipped without jax."""
 
 import functools
 
@@ -28,12 +29,59 @@ from tests.support.llama_in_jax import (
     optax,
     p,
     params_of,
+    their_clip,
     their_logits,
     their_mean,
     their_step,
 )
 
 pytestmark = pytest.mark.slow  # jax compiles for seconds
+
+
+def scanned(clip, batches):
+    """(params, optimizer's state, losses) of jit with donated arguments, of lax.scan over the batches."""
+    made = [their_clip(clip)] if clip else []
+    other, q = optax.chain(*made, optax.adamw(1e-2, **BETAS)), of_jax(p)
+    scan = jax.jit(
+        lambda state, each: jax.lax.scan(functools.partial(their_step, other), state, each), donate_argnums=0
+    )
+    (after, opt_state), losses = scan(
+        (jax.tree.map(lambda leaf: leaf.copy(), q), other.init(q)), of_jax(tree.stack(batches))
+    )
+    return after, opt_state[-1][0], losses
+
+
+def check_scanned(state, losses, wanted):
+    after, adam, values = wanted
+    close(state.params, after)
+    close([state.opt_state["exp_avg"], state.opt_state["exp_avg_sq"]], [adam.mu, adam.nu])
+    close(losses, values)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_compiled_step_is_a_jitted_one_and_many_are_a_scan(graphs, clip):
+    """make_step(compile="step") consumes its State; its steps one by one, and step.many of a list and of a stack."""
+    optimizer, wanted = train.adamw(1e-2, eps=EPS), scanned(clip, BATCHES)
+    step = train.make_step(LOSS, optimizer, clip=clip, compile="step")
+    state, losses = train.init_state(p, optimizer), []
+    for each in BATCHES:
+        state, metrics = step(state, each)
+        losses.append(metrics["loss"])
+    check_scanned(state, torch.stack(losses), wanted)
+    for batches in (BATCHES, tree.stack(BATCHES)):
+        state, metrics = step.many(train.init_state(p, optimizer), batches)
+        check_scanned(state, metrics["loss"], wanted)
+    eager, metrics = train.make_step(LOSS, optimizer, clip=clip).many(train.init_state(p, optimizer), BATCHES)
+    check_scanned(eager, metrics["loss"], wanted)
+
+
+def test_generated_code_of_many_steps_is_a_scan():
+    """The same by the default compiler."""
+    optimizer = train.adamw(1e-2, eps=EPS)
+    step = train.make_step(LOSS, optimizer, clip=0.5, compile="step")
+    state, metrics = step.many(train.init_state(p, optimizer), BATCHES)
+    check_scanned(state, metrics["loss"], scanned(0.5, BATCHES))
+    torch.compiler.reset()
 
 
 def test_microbatches_are_multi_steps():
