@@ -148,6 +148,7 @@ class ContinuousBatch:
     def _chunks(self, requests: Sequence[Request]) -> Generator[None, None, Prefilled]:
         """The prompts' cache in the order of the requests: new ones, then those that go on from what they hold."""
         form: dict[str, Any] = {"empty": self._empty, "chunk": self._settings.chunk, **self._options}
+        form["record_routing"] = any(request.record_routing for request in requests)
         new = [row for row, request in enumerate(requests) if request.held is None]
         fresh = [requests[row] for row in new]
         going = [(row, request, request.held) for row, request in enumerate(requests) if request.held is not None]
@@ -159,7 +160,6 @@ class ContinuousBatch:
                 [request.prompt for request in fresh],
                 list(map(length_of, fresh)),
                 images=[request.images for request in fresh],
-                record_routing=any(request.record_routing for request in fresh),
                 **form,
             )
         if not going:
@@ -178,8 +178,9 @@ class ContinuousBatch:
         cache = fnmodels.cache.insert_(self._empty(len(requests)), new, found.cache)
         cache = fnmodels.cache.insert_(cache, [row for row, _, _ in going], further.cache)
         logits = {new[row]: value for row, value in found.logits.items()}
-        routing = dict(zip(new, found.routing, strict=False))  # none, or one for each
-        of_all = tuple(routing.get(row, ()) for row in range(len(requests))) if routing else ()
+        order = [*new, *(row for row, _, _ in going)]
+        routing = dict(zip(order, (*found.routing, *further.routing), strict=False))  # none, or one for each
+        of_all = tuple(routing[row] for row in range(len(requests))) if routing else ()
         return Prefilled(cache, logits, found.computed + further.computed, of_all)
 
     def cancel(self, rows: set[int]) -> None:

@@ -56,11 +56,6 @@ def check_request(
     check_sampling(request.sampling)
     _check_turns(row, request, config, memories)
     if request.record_routing:
-        if request.keep or request.held is not None:
-            raise ValueError(
-                f"Request {row} records its experts and keeps its cache or goes on from one, whose tokens are not "
-                "computed again: leave record_routing, or keep and held, out."
-            )
         check_records(row, text_config(config), paired=request.source is not None)
     if capacity is not None and size + request.max_new > capacity:
         raise ValueError(

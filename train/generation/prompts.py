@@ -157,9 +157,13 @@ def continued(
     *,
     empty: Callable[[int], Cache],
     chunk: int,
+    record_routing: bool = False,
     **options: Unpack[ForwardKwargs],
 ) -> Generator[None, None, Prefilled]:
-    """`prefilled` of prompts that begin with what earlier turns left in the cache: nothing is computed again."""
+    """`prefilled` of prompts that begin with what earlier turns left in the cache: nothing is computed again.
+
+    The experts that it returns are those of the other tokens.
+    """
     _, device = activations(params)
     reader, rows = reader_of(params, config, prompts, [()] * len(prompts), options.get("kernel", "auto"))
     sizes = torch.tensor(lengths, device=device)
@@ -168,14 +172,18 @@ def continued(
         cache = fnmodels.cache.insert_(cache, [row], one.cache)
     starts, stops = [len(one.tokens) for one in held], [len(row) - 1 for row in rows]
     begin, each = sum(starts), max(1, chunk // len(rows))
+    experts: list[list[Tensor]] = [[] for _ in rows]
+    taps = TAPS if record_routing else ()
     while starts != stops:
         ends = [min(start + each, stop) for start, stop in zip(starts, stops, strict=True)]
         new = [row[start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
-        _, cache, _ = reader.decoded(new, [None] * len(rows), cache, sizes, **options)
+        _, cache, tapped = reader.decoded(new, [None] * len(rows), cache, sizes, taps, **options)
+        for own, part, chosen in zip(experts, new, recorded(tapped).cpu() if tapped else (), strict=False):
+            own.append(chosen[: len(part)])
         starts = ends
         if starts != stops:
             yield
-    return Prefilled(cache, {}, sum(stops) - begin)
+    return Prefilled(cache, {}, sum(stops) - begin, tuple(map(tuple, experts)) if record_routing else ())
 
 
 def _similar(sizes: Sequence[int]) -> list[list[int]]:

@@ -53,7 +53,7 @@ class Request:
         length: The sequence length that length-dependent rotary scalings read, which the turns of a conversation must
             have in common; None: that of the prompt and `max_new`.
         record_routing: Whether its events have the experts of its tokens, of a decoder with experts; steps with such a
-            request are eager.
+            request are eager. Tokens of `held` are left out: the turn that computed them has theirs.
     """
 
     prompt: Sequence[int]

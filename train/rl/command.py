@@ -126,9 +126,9 @@ def learner_of(
     tokenizer = pretrained.load_tokenizer(arguments.init) if pictures is None else pictures.reader.tokenizer
     template = read_template(arguments.init, images=pictures is not None)
     ends = pretrained.answer_end_ids(arguments.init, tokenizer)
+    if arguments.replay_routing and not expert_layers(config):
+        raise UserError(f"--replay-routing is for models with experts; a {config.model_type} has none")
     if isinstance(source, Judged):
-        if arguments.replay_routing and not expert_layers(config):
-            raise UserError(f"--replay-routing is for models with experts; a {config.model_type} has none")
         shape = {name: getattr(arguments, name) for name in ("prompts", "answers", "tokens", "seed", "replay_routing")}
         setup = Setup(config, tokenizer, template, ends, source.checker, pictures=pictures, **shape)
         one = OneTurn(setup, source.prompts)
@@ -136,7 +136,7 @@ def learner_of(
         return lambda _: one
     limits = Limits(arguments.turns, arguments.tokens, arguments.context)
     turns = turns_of(tokenizer, template, ends, arguments.role)
-    scene = Scene(config, template, turns, source, limits, arguments.workers)
+    scene = Scene(config, template, turns, source, limits, arguments.workers, arguments.replay_routing)
     check_scene(scene)
     groups = Groups(arguments.prompts, arguments.answers, arguments.seed)
     ages = {"updates": arguments.updates, "staleness": arguments.staleness}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from train.data.token_budget import token_budget
 from train.generation.requests import Event, Held, Request
+from train.generation.routing import DTYPE, joined, replayable
 from train.generation.sampling import Sampling
 
 from .environment import Environment, Outcome
@@ -44,6 +45,7 @@ class Trajectory:
         rewards: Of each turn.
         mistakes: Calls that were refused.
         ended: "done", or the limit that was reached: "turns" or "context".
+        routing: int16 [computed tokens, layers with experts, k], the experts that computed them; None: not recorded.
     """
 
     number: int
@@ -54,6 +56,7 @@ class Trajectory:
     rewards: tuple[float, ...]
     mistakes: int
     ended: str
+    routing: Tensor | None = field(default=None, compare=False)
 
     @property
     def reward(self) -> float:
@@ -67,16 +70,17 @@ class Trajectory:
 
     def to_json(self) -> dict[str, Any]:
         """The values for a saved step, which has no tuples; its numbers are exact."""
-        values = dataclasses.asdict(self).items()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values}
+        values = dataclasses.asdict(self) | {"routing": None if self.routing is None else self.routing.tolist()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Trajectory":
         """The inverse of `to_json`."""
+        routing = values.get("routing")
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
         }
-        return cls(**fields)
+        return cls(**fields | {"routing": None if routing is None else torch.tensor(routing, dtype=DTYPE)})
 
 
 class Conversation:
@@ -89,12 +93,15 @@ class Conversation:
         self._tokens, self._sampled, self._logp = list[int](), list[bool](), list[float]()
         self._rewards, self._text = list[float](), list[str]()
         self._held: Held | None = None
+        self._routing = list[Tensor]()
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The ids of the first messages."""
         self._append(prompt)
 
-    def request(self, limits: Limits, sampling: Sampling, seed: int, stop_ids: tuple[int, ...]) -> Request:
+    def request(
+        self, limits: Limits, sampling: Sampling, seed: int, stop_ids: tuple[int, ...], record_routing: bool = False
+    ) -> Request:
         """The request of the next turn; its draws follow from the seed, the conversation and the turn."""
         turn = len(self._rewards)
         self._text.clear()
@@ -108,6 +115,7 @@ class Conversation:
             keep=turn + 1 < limits.turns,
             held=self._held,
             length=limits.context,
+            record_routing=record_routing,
         )
 
     def push(self, event: Event) -> str | None:
@@ -116,6 +124,7 @@ class Conversation:
         self._sampled.append(True)
         self._logp.append(event.logp)
         self._text.append(event.text)
+        self._routing += [] if event.routing is None else [event.routing]
         if event.reason is None:
             return None
         self._held = event.held
@@ -142,7 +151,7 @@ class Conversation:
         """The record of a conversation that has ended."""
         assert self.ended is not None
         lists = (tuple(self._tokens), tuple(self._sampled), tuple(self._logp), tuple(self._rewards))
-        return Trajectory(self.number, self._version, *lists, self._mistakes, self.ended)
+        return Trajectory(self.number, self._version, *lists, self._mistakes, self.ended, joined(self._routing))
 
     def _append(self, ids: Sequence[int]) -> None:
         self._tokens += ids
@@ -160,7 +169,8 @@ def microbatches(found: Sequence[Trajectory], gains: Tensor, budget: int) -> lis
 
     Returns:
         Microbatches [1, T] with `learnt`, `advantages` and `old_logp` beside the tokens, aligned with the labels: entry
-        s is of the token s + 1. Only tokens that the model sampled are learnt.
+        s is of the token s + 1. Only tokens that the model sampled are learnt. Conversations that recorded their
+        experts have them as `routing`, which the losses replay.
     """
     entries: dict[str, list[Tensor]] = {"tokens": [], "learnt": [], "advantages": [], "old_logp": []}
     for one, gain in zip(found, gains, strict=True):
@@ -169,5 +179,7 @@ def microbatches(found: Sequence[Trajectory], gains: Tensor, budget: int) -> lis
         entries["learnt"].append(learnt)
         entries["advantages"].append(gain * learnt)
         entries["old_logp"].append(torch.tensor([*one.logp[1:], 0.0]))
+        if one.routing is not None:
+            entries.setdefault("routing", []).append(replayable(one.routing, len(one.tokens)))
     (rows,) = token_budget(entries, budget)
     return [row.batch for row in rows]

@@ -88,8 +88,6 @@ def check_flags(arguments: argparse.Namespace) -> None:
     beside = [name for name in ("data", "checker") if getattr(arguments, name) is not None]
     if beside:
         raise UserError(f"{flag(beside[0])} does not go with --environment, which has tasks and rewards of its own")
-    if arguments.replay_routing:
-        raise UserError("--replay-routing is for answers of one turn: leave --environment or it out")
     for name, default in _MANY.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, default)

@@ -38,6 +38,7 @@ class Scene:
         environment: Makes the environment of a conversation.
         limits: Of a conversation.
         workers: Threads in which environments run; 0: none, for those that only compute.
+        replay_routing: Whether conversations have the experts that computed them, of a model with experts.
     """
 
     config: Any
@@ -46,6 +47,7 @@ class Scene:
     environment: MakeEnvironment
     limits: Limits
     workers: int = 0
+    replay_routing: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def _drive(
         if ready and (room := batch.room()):
             ready.sort(key=lambda talk: talk.number)
             taken, ready = ready[:room], ready[room:]
-            requests = [talk.request(scene.limits, sampling, draws.seed, scene.turns.ends) for talk in taken]
+            how = (scene.limits, sampling, draws.seed, scene.turns.ends, scene.replay_routing and not draws.greedy)
+            requests = [talk.request(*how) for talk in taken]
             for talk, request in zip(taken, requests, strict=True):  # above all: the history is what the cache holds
                 check_request(talk.number, request, scene.config, tokenizer=scene.turns.tokenizer)
             batch.take([(talk.number, request) for talk, request in zip(taken, requests, strict=True)])

@@ -10,8 +10,7 @@ import fnmodels
 import train
 from fnmodels import llama
 from tests.support.cases import cases, generic_params, is_routed, routing_of, sparse_layers
-from train.generation.batching import ContinuousBatch
-from train.generation.checks import check_request
+from train.generation.batching import BatchSettings, ContinuousBatch
 from train.generation.requests import Request
 from train.generation.routing import check_records, expert_layers, replayable
 
@@ -93,8 +92,34 @@ def test_a_new_request_records_beside_one_that_goes_on_from_its_cache() -> None:
     tokens = [5, 3, 9, *(event.token for event in events if event.row == 2)]
     found = torch.cat([event.routing for event in events if event.row == 2 and event.routing is not None])
     assert torch.equal(found, _wanted(params, config, tokens[:-1]))
-    with pytest.raises(ValueError, match="Request 4 records its experts and keeps its cache"):
-        check_request(4, Request([1, 2], 1, keep=True, record_routing=True), config)
+
+
+@pytest.mark.parametrize("chunk", [1, 64])
+def test_turns_record_what_each_of_them_computes(chunk: int) -> None:
+    """The pieces of all turns are those of the conversation, beside others that begin or do not record."""
+    config, params = CASES[0].config, generic_params(CASES[0].config)
+    batch = ContinuousBatch(params, config, slots=3, capacity=24, settings=BatchSettings(None, chunk=chunk))
+    talks: dict[int, list[int]] = {0: [1, 2, 3], 1: [4, 5]}
+    pieces: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+    held: dict[int, Any] = {0: None, 1: None}
+    for turn, observed in enumerate(([9, 8], [7, 6, 5], [])):
+        asked = [
+            (row, Request(list(talks[row]), 2 + row, keep=turn < 2, held=held[row], record_routing=True))
+            for row in talks
+        ]
+        batch.take([*asked, (2, Request([5, 3, 9], 2))])
+        while batch.busy:
+            for event in batch.advance():
+                if event.row == 2:
+                    assert event.routing is None
+                    continue
+                talks[event.row].append(event.token)
+                pieces[event.row] += [] if event.routing is None else [event.routing]
+                held[event.row] = event.held
+        for row in talks:
+            talks[row] += observed
+    for row, tokens in talks.items():
+        assert torch.equal(torch.cat(pieces[row]), _wanted(params, config, tokens[:-1]))
 
 
 def test_layers_with_experts_are_those_of_the_config() -> None:

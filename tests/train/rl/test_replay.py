@@ -1,6 +1,7 @@
 """`--replay-routing`: both passes of an update train on the experts that computed the answers, bit for bit."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fnmodels import tree
 from tests.support.cases import cases, generic_params, routing_of
 from tests.support.served import CONFIG as DENSE
 from tests.support.served import write_checkpoint
+from tests.train.rl import scene
 from train.data.chat import read_template
 from train.data.token_budget import token_budget
 from train.engine import Engine
@@ -23,6 +25,9 @@ from train.losses.logprobs import token_logprobs
 from train.losses.policy import group_advantages, policy_loss
 from train.optim.adamw import adamw
 from train.rl import command, loop
+from train.rl.conversation import microbatches
+from train.rl.many_turns import Groups, ManyTurns, task_seeds
+from train.rl.rollouts import Draws, rollouts
 
 CONFIG = dataclasses.replace(next(case.config for case in cases() if case.name == "qwen3_moe"), vocab_size=260)
 RECORDS: list[Any] = [{"messages": [{"role": "user", "content": f"say {n}"}], "answer": "e"} for n in range(6)]
@@ -80,6 +85,66 @@ def test_an_update_replays_the_samplers_experts_to_the_bit(tmp_path: Path) -> No
     leaves = [tree.leaves(engine.params) for engine in (replayed, wanted, plain)]
     assert all(torch.equal(a, b) for a, b in zip(leaves[0], leaves[1], strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(leaves[0], leaves[2], strict=True))  # the second pass chose anew
+
+
+TALKING = dataclasses.replace(CONFIG, vocab_size=scene.CONFIG.vocab_size)
+GROUPS = Groups(2, 4, 5)
+
+
+def _talker() -> Engine:
+    return Engine(TALKING, generic_params(TALKING), adamw(0.02, weight_decay=0.0), clip=1.0)
+
+
+def _many_turns(*, replay_routing: bool, **more: Any) -> ManyTurns:
+    own = dataclasses.replace(scene.scene(), config=TALKING, replay_routing=replay_routing)
+    return ManyTurns(own, GROUPS, updates=2, **more)
+
+
+def _written_out_turns(engine: Engine) -> None:
+    """The update, with the experts of one forward of the old weights over each conversation."""
+    own = dataclasses.replace(scene.scene(), config=TALKING)
+    found, _ = rollouts(own, engine.params, Draws(GROUPS.seed * 1_000_003, task_seeds(GROUPS, 0)))
+    gains = group_advantages(torch.tensor([one.reward for one in found]).reshape(2, 4)).flatten()
+    assert all(one.routing is None and len(one.rewards) > 1 for one in found)
+    forced = []
+    for one in found:
+        tokens = torch.tensor(one.tokens[:-1])
+        routing = routing_of(engine.params, fnmodels.prepare(TALKING, tokens[None]), TALKING)[0]
+        forced.append(dataclasses.replace(one, routing=routing))
+    batches = microbatches(forced, gains, loop.BUDGET)
+    for _ in range(loop.PASSES):
+        engine.forward_backward(batches, functools.partial(loop.loss, config=TALKING))
+        engine.optim_step()
+
+
+def test_conversations_replay_the_experts_of_all_their_turns_to_the_bit() -> None:
+    replayed, plain, wanted = _talker(), _talker(), _talker()
+    row = _many_turns(replay_routing=True).update(replayed, 0)
+    assert row["turns"] > 2 and row["grad_norm"] > 0.01
+    _many_turns(replay_routing=False).update(plain, 0)
+    _written_out_turns(wanted)
+    leaves = [tree.leaves(engine.params) for engine in (replayed, wanted, plain)]
+    assert all(torch.equal(a, b) for a, b in zip(leaves[0], leaves[1], strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(leaves[0], leaves[2], strict=True))  # the second pass chose anew
+
+
+def test_conversations_made_ahead_are_saved_with_their_experts() -> None:
+    engine = _talker()
+    learner = _many_turns(replay_routing=True, staleness=1)
+    learner.update(engine, 0)
+    saved = json.loads(json.dumps(learner.saved()))
+    rows = [learner.update(engine, 1)]
+    learner.close()
+    (values, _) = saved["1"]
+    assert all(len(one["routing"]) == len(one["tokens"]) - 1 for one in values)
+    again = _talker()
+    first = _many_turns(replay_routing=True)
+    first.update(again, 0)
+    resumed = _many_turns(replay_routing=True, staleness=1, pending=saved)
+    rows.append(resumed.update(again, 1))
+    first.close(), resumed.close()
+    assert rows[0] == rows[1]
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(engine.params), tree.leaves(again.params), strict=True))
 
 
 def test_the_flag_is_kept_with_the_run_and_refused_without_experts(
