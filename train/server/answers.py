@@ -60,6 +60,7 @@ class Asked:
         echo: Whether choices begin with their prompts.
         stream: Whether pieces are sent as they come.
         usage: Whether a stream ends with the number of tokens.
+        calls: Whether calls of tools are read out of the choices.
     """
 
     prompts: Sequence[Prompt]
@@ -69,6 +70,7 @@ class Asked:
     echo: bool
     stream: bool
     usage: bool
+    calls: bool = False
 
     @property
     def choices(self) -> int:
@@ -90,8 +92,8 @@ class Form(Protocol):
         """A complete choice, without its index."""
         ...
 
-    def chunk(self, piece: Piece, first: bool, asked: Asked, offset: int) -> dict[str, Any]:
-        """A part of a choice; first: its first one; offset: the characters before it."""
+    def chunk(self, piece: Piece, choice: int, asked: Asked, offset: int) -> dict[str, Any] | None:
+        """A part of choice number `choice`; None: nothing to send yet. offset: the characters before it."""
         ...
 
 
@@ -246,7 +248,7 @@ class Answer:
 
     async def stream(self) -> AsyncGenerator[str]:
         """Server-sent events, those that are ready in one text, the last one [DONE]; an error is one of them."""
-        begun, offsets = set[int](), dict[int, int]()
+        offsets = dict[int, int]()
         try:
             async for ready in self._call.pieces():
                 events = list[str]()
@@ -254,10 +256,10 @@ class Answer:
                     if not (piece.text or piece.reason or piece.tokens):
                         continue  # text is held back until no later token changes it
                     offset = offsets.get(choice, 0)
-                    written = self._form.chunk(piece, choice not in begun, self._asked, offset)
-                    begun.add(choice)
+                    written = self._form.chunk(piece, choice, self._asked, offset)
                     offsets[choice] = offset + len(piece.text)
-                    events.append(self._event({"choices": [{"index": choice, **written}]}))
+                    if written is not None:
+                        events.append(self._event({"choices": [{"index": choice, **written}]}))
                 if events:
                     yield "".join(events)
             if self._asked.usage:

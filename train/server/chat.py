@@ -5,6 +5,7 @@ from typing import Any
 
 from .answers import Asked, Piece, TokenNats
 from .body import Body
+from .calls import CallStream, parted, tools_of
 from .errors import ApiError
 from .grammar import Grammars
 from .model import PICTURES, Model
@@ -33,11 +34,13 @@ def asked_of(body: Body, model: Model, grammars: Grammars, check_room: Callable[
         nats = None
     else:
         nats = likeliest or 0
+    tools = tools_of(body, model)
     max_new = body.integer("max_tokens", body.integer("max_completion_tokens", low=1), low=1)
     body.finish(WITHOUT_EFFECT, HARMLESS)
-    prompt = model.chat_prompt(messages, urls, extra)
+    prompt = model.chat_prompt(messages, urls, extra | {"tools": tools} if tools else extra)
     max_new = max(1, capacity - len(prompt.ids)) if max_new is None else max_new
-    return Asked([prompt], how.requests([prompt], max_new, nats or 0), how.n, nats, False, how.stream, how.usage)
+    requests = how.requests([prompt], max_new, nats or 0)
+    return Asked([prompt], requests, how.n, nats, False, how.stream, how.usage, bool(tools))
 
 
 def _messages(body: Body) -> tuple[list[dict[str, Any]], list[str]]:
@@ -86,6 +89,10 @@ def _part(where: str, given: Any, urls: list[str]) -> dict[str, Any]:
     raise ApiError(400, f"{where} must be a part of type text or image_url, with a text or a URL.", param="messages")
 
 
+def _reason(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
+    return "tool_calls" if calls and piece.reason == "stop" else piece.reason
+
+
 class ChatForm:
     """The form of `/v1/chat/completions`.
 
@@ -96,17 +103,31 @@ class ChatForm:
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, model: Model) -> None:
-        self._model = model
+        self._model, self._streams = model, dict[int, CallStream]()
 
     def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
         """A complete choice."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
-        return {"message": message, "logprobs": self._nats(piece, asked), "finish_reason": piece.reason}
+        content, calls = parted(piece.text) if asked.calls else (piece.text, [])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        reason = _reason(piece, calls)
+        return {"message": message, "logprobs": self._nats(piece, asked), "finish_reason": reason}
 
-    def chunk(self, piece: Piece, first: bool, asked: Asked, offset: int) -> dict[str, Any]:
-        """A part of a choice."""
-        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
-        return {"delta": delta, "logprobs": self._nats(piece, asked), "finish_reason": piece.reason}
+    def chunk(self, piece: Piece, choice: int, asked: Asked, offset: int) -> dict[str, Any] | None:
+        """A part of a choice; None where a call may have begun, which is sent when the choice has ended."""
+        first = choice not in self._streams
+        stream = self._streams.setdefault(choice, CallStream())
+        text, calls = piece.text, list[dict[str, Any]]()
+        if asked.calls:
+            text, calls = stream.push(piece.text, ended=piece.reason is not None)
+            if not (first or text or calls or piece.reason or piece.tokens):
+                return None
+        delta: dict[str, Any] = ({"role": "assistant"} if first else {}) | {"content": text}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+        reason = _reason(piece, calls)
+        return {"delta": delta, "logprobs": self._nats(piece, asked), "finish_reason": reason}
 
     def _nats(self, piece: Piece, asked: Asked) -> dict[str, Any] | None:
         if asked.nats is None:

@@ -77,9 +77,9 @@ class CompletionForm:
 
     def whole(self, piece: Piece, asked: Asked) -> dict[str, Any]:
         """A complete choice."""
-        return self.chunk(piece, True, asked, 0)
+        return self.chunk(piece, 0, asked, 0)
 
-    def chunk(self, piece: Piece, first: bool, asked: Asked, offset: int) -> dict[str, Any]:
+    def chunk(self, piece: Piece, choice: int, asked: Asked, offset: int) -> dict[str, Any]:
         """A part of a choice."""
         nats = None if asked.nats is None else self._nats(piece.tokens, offset)
         return {"text": piece.text, "logprobs": nats, "finish_reason": piece.reason}

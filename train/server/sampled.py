@@ -21,10 +21,9 @@ STOPS = 16
 SHARE = 1e-30  # the least top_p, which keeps the likeliest token alone; fp32 would make 0 of less
 PENALTY = 100.0  # at most: logits stay finite in fp32
 
-# Fields of clients that change no token of an answer: tool_choice chooses among tools, which are refused.
+# Fields of clients that change no token of an answer.
 _HARMLESS = """
-    user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls
-    tool_choice verbosity
+    user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention verbosity
 """
 HARMLESS = frozenset(_HARMLESS.split())
 
@@ -32,7 +31,6 @@ HARMLESS = frozenset(_HARMLESS.split())
 WITHOUT_EFFECT: tuple[tuple[str, Any], ...] = (
     ("logit_bias", {}),
     ("suffix", ""),
-    ("tools", []),
     ("functions", []),
     ("modalities", ["text"]),
 )

@@ -161,7 +161,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": []}, 400, "messages is []"),
     (CHAT, {"messages": [{"content": "a"}]}, 400, "messages[0] has no role"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "video"}]}]}, 400, "messages[0].content[0] must be"),
-    (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools is not supported"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+        400,
+        'tools[0].type is null; it must be "function"',
+    ),
     (
         CHAT,
         {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "xml"}},
