@@ -20,7 +20,7 @@ EXPERT, EXPERT_MLP = "expert", "expert_mlp"
 BUCKET = "bucket"  # of distances, in a table of relative biases
 SHIFTED = "shifted"  # the residual stream, of a token beside the one before it
 NGRAM = "ngram"  # rows of a table of n-grams
-NGRAM_STREAMS = "ngram_streams"
+CONVOLVED = "convolved"  # the residual stream, of which a convolution reads all positions
 RANK = "rank"  # of an adapter
 
 
@@ -84,7 +84,7 @@ _TABLE = (
     LogicalAxis("streams_latent"),  # between the matrices that mix them
     LogicalAxis(NGRAM, "tp", uneven=True),
     LogicalAxis("ngram_latent"),
-    LogicalAxis(NGRAM_STREAMS, whole_rows=True),  # streams that a convolution over n-grams reads, all on every rank
+    LogicalAxis(CONVOLVED, whole_rows=True),
     LogicalAxis("ngram_taps"),
     LogicalAxis(VOCAB, "tp"),
 )

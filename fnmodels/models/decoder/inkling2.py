@@ -244,13 +244,13 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tree, /, *, config: Config, 
         ready = list(rms_norm_fp32_weight(torch.stack(told_apart, -2), layer["input_layernorm"], eps=eps).unbind(-2))
     ready = [value.to(dtype) for value in ready]
     attended = _attention(layer["attention"], ready, mask["attention"], freqs, config, kind, ctx, conv)
-    attended = ctx.tap("attention", conv("attention", attended, layer["attention_conv"][:, 0]))
+    attended = ctx.tap("attention", conv("attention", attended, layer["attention_conv"]))
     begins = "begins" in words
     blocks = torch.cat((blocks, x.unsqueeze(-2)), -2) if begins else blocks
     middle = ctx.tap("middle", upcast(attended) if begins else upcast(x) + upcast(attended))
     value = told("mlp", attend_depth(layer["mlp_query"][None], blocks, middle)[0])
     normed = rms_norm_fp32_weight(value, layer["post_attention_layernorm"], eps=eps).to(dtype)
-    fed = ctx.tap("mlp", conv("mlp", _experts(layer["mlp"], normed, config, ctx), layer["mlp_conv"][:, 0]))
+    fed = ctx.tap("mlp", conv("mlp", _experts(layer["mlp"], normed, config, ctx), layer["mlp_conv"]))
     conv.keep()
     x = (middle + upcast(fed)).to(dtype)
     if "folds" in words:
@@ -271,7 +271,7 @@ class _Convolutions:
         self.tails: dict[str, Tensor] = {}
 
     def __call__(self, name: str, x: Tensor, weight: Tensor, dynamic: Tensor | None = None) -> Tensor:
-        """x [B, S, C] beside its convolution; weight: [C, K], or [K, C] beside taps of tokens [B, S, G, K]."""
+        """x [B, S, C] beside its convolution; weight: [C, 1, K], or [K, C] beside taps of tokens [B, S, G, K]."""
         given = self.ids, self.state.get(f"{name}_conv"), self.last
         how: dict[str, Any] = {"reads": self.reads, "kernel": self.kernel}
         if dynamic is None:
@@ -308,7 +308,7 @@ def _attention(
     def convolved(name: str, given: Tensor) -> Tensor:
         value, taps = linear(given, weights[f"{name}_proj"]), weights[f"{name}_conv"]
         if f"{name}_taps_proj" not in weights:
-            return split_heads(conv(name, value, taps[:, 0]), size)
+            return split_heads(conv(name, value, taps), size)
         own = split_heads(linear(given, weights[f"{name}_taps_proj"]), config.conv_kernel)
         return split_heads(conv(name, value, taps, own), size)
 

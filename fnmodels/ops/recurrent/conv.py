@@ -13,7 +13,7 @@ from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, rows_are_invariant
 from fnmodels.ops.torch_internals import is_plain_eager
 
-from .before import before_of
+from .before import Before, before_of
 from .conv_reads import Reads, reads_of
 
 
@@ -51,12 +51,17 @@ def short_conv(
         reads = reads_of(segment_ids, held + 1, B, None if tail is None else last, kernel)
     if before is not None:
         kernel = before.kernel
-        own, slots = taken(x, reads.ends - held), torch.arange(held, device=x.device)
-        tail = before.state(upcast((reads.ends[..., None] == slots).to(x.dtype)), upcast(own))
+        tail = tail_before(before, x, reads, held)
     if tail is not None and reads.goes_on:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     after = taken(x, reads.ends)
     return _convolved(x, weight, bias, reads, silu, overwrite, kernel, step)[:, x.shape[1] - S :], after
+
+
+def tail_before(before: Before, x: Tensor, reads: Reads, held: int) -> Tensor:
+    """The last `held` inputs [B, held, C] before these rows x [B, S, C], which are pieces of longer ones."""
+    own, slots = taken(x, reads.ends - held), torch.arange(held, device=x.device)
+    return before.state(upcast((reads.ends[..., None] == slots).to(x.dtype)), upcast(own))
 
 
 def _next_token(

@@ -13,7 +13,7 @@ from torch import Tensor
 from fnmodels.ops.dtypes import upcast
 
 from .before import before_of
-from .conv import short_conv, taken
+from .conv import short_conv, tail_before, taken
 from .conv_reads import Reads, reads_of
 
 
@@ -30,16 +30,13 @@ def preceding(
     """(x of the token j places before each one in its document, for j from 1 to `count`, tail [B, count, C]).
 
     x: [B, S, C], and so are the results, zeros where a document has no such token. segment_ids, tail, last, reads: as
-    for `short_conv` of count + 1 taps. NotImplementedError where other processes hold the tokens before.
+    for `short_conv` of count + 1 taps.
     """
-    if before_of(kernel, tail) is not None:
-        raise NotImplementedError(
-            "A convolution whose taps depend on tokens reads those before it in one process: leave out context "
-            "parallelism (cp) for this model."
-        )
-    length = x.shape[1]
+    length, before = x.shape[1], before_of(kernel, tail)
     if reads is None:
         reads = reads_of(segment_ids, count + 1, x.shape[0], None if tail is None else last, kernel)
+    if before is not None:
+        tail = tail_before(before, x, reads, count)
     if tail is not None and reads.goes_on:
         x = torch.cat((tail.to(x.dtype), x), dim=1)
     first = x.shape[1] - length
@@ -49,7 +46,7 @@ def preceding(
 
 def residual_conv(
     x: Tensor,
-    weight: Tensor,
+    weight: Any,
     segment_ids: Tensor,
     tail: Tensor | None = None,
     last: Tensor | None = None,
@@ -57,10 +54,16 @@ def residual_conv(
     reads: Reads | None = None,
     kernel: Any = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """((conv(x) + x) / sqrt(K + 1), tail): of `short_conv` with weight [C, K], in fp32 at least."""
+    """((conv(x) + x) / sqrt(K + 1), tail): of `short_conv` with weight [C, 1, K], in fp32 at least."""
+    along_rows = getattr(weight, "along_rows", None)  # of ranks that hold pieces of the rows and convolve all of them
+    if along_rows is not None:
+        joined: tuple[Tensor, Tensor] = along_rows(
+            residual_conv, x, segment_ids, tail, last, reads=reads, kernel=kernel
+        )
+        return joined
     wide = upcast(x)
-    y, after = short_conv(wide, weight, None, segment_ids, tail, last, reads=reads, kernel=kernel)
-    return ((y + wide) / (weight.shape[1] + 1) ** 0.5).to(x.dtype), after
+    y, after = short_conv(wide, weight[:, 0], None, segment_ids, tail, last, reads=reads, kernel=kernel)
+    return ((y + wide) / (weight.shape[-1] + 1) ** 0.5).to(x.dtype), after
 
 
 def dynamic_conv(

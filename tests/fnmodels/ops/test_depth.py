@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.order import last_segment
 from fnmodels.ops.attention.relative_bias import DistanceBias
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.mlp import softcapped_swiglu
@@ -114,7 +115,7 @@ def convolved(x: Tensor, weight: Tensor, dynamic: Tensor | None, row: int, t: in
 def test_convolutions_are_loops_over_documents(kind: str) -> None:
     x, weight, own = drawn(*ROWS.shape, D), drawn(TAPS, D, seed=1), drawn(*ROWS.shape, HEADS, TAPS, seed=2)
     if kind == "static":
-        got, scale = residual_conv(x, weight.t().flip(1), ROWS)[0], (TAPS + 1) ** 0.5
+        got, scale = residual_conv(x, weight.t().flip(1).unsqueeze(1), ROWS)[0], (TAPS + 1) ** 0.5
     else:
         got, scale = dynamic_conv(x, weight, own, ROWS)[0], (2 * TAPS + 1) ** 0.5
     for row, t in (ROWS > 0).nonzero().tolist():
@@ -131,7 +132,7 @@ def test_pieces_are_the_whole(kind: str, cut: int) -> None:
 
     def run(part: slice, state: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor]:
         if kind == "static":
-            return residual_conv(x[:, part], weight.t().flip(1), ROWS[:, part], *state)
+            return residual_conv(x[:, part], weight.t().flip(1).unsqueeze(1), ROWS[:, part], *state)
         return dynamic_conv(x[:, part], weight, own[:, part], ROWS[:, part], *state)
 
     whole, end = run(slice(None))
@@ -147,12 +148,29 @@ def test_pieces_are_the_whole(kind: str, cut: int) -> None:
     torch.testing.assert_close(tail, end)
 
 
-def test_other_processes_have_no_tokens_before() -> None:
-    class Elsewhere:
-        before = object()
+@pytest.mark.parametrize("cut", [1, 4, 7])
+def test_pieces_take_the_tokens_before_from_other_processes(cut: int) -> None:
+    """As a rank of context parallelism with the second piece, which gets the tail of the first."""
+    x, ids = drawn(*ROWS.shape, D), ROWS[:, :cut]
 
-    with pytest.raises(NotImplementedError, match="leave out context parallelism"):
-        preceding(drawn(*ROWS.shape, D), ROWS, 2, kernel=Elsewhere())
+    class Before:
+        kernel = "auto"
+
+        def segment(self, segment_ids: Tensor) -> Tensor:
+            return last_segment(ids).expand(len(ids))
+
+        def state(self, transition: Tensor, own: Tensor) -> Tensor:
+            return preceding(x[:, :cut], ids, 2)[1]
+
+    class Elsewhere:
+        before = Before()
+
+    whole, end = preceding(x, ROWS, 2)
+    found, tail = preceding(x[:, cut:], ROWS[:, cut:], 2, kernel=Elsewhere())
+    for read, wanted in zip(found, whole, strict=True):
+        seen = (ROWS > 0)[:, cut:]
+        torch.testing.assert_close(read[seen], wanted[:, cut:][seen])
+    torch.testing.assert_close(tail, end)
 
 
 def biased(kernel: str, bias: DistanceBias, sinks: Tensor, mask: Tensor) -> Tensor:

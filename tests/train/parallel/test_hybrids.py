@@ -192,6 +192,12 @@ def test_layers_that_run_several_times(
 DEPTH: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     *((name, "fsdp=2", {}, {"remat": "full"}) for name in ("inkling2", "inkling2_loop")),
     *((name, mesh, {}, {}) for name in ("inkling2", "inkling2_loop") for mesh in ("tp=2", "ep=2", "fsdp=2,tp=2")),
+    *((name, "cp=2", {}, {"remat": "full"}) for name in ("inkling2", "inkling2_loop")),
+    *((name, "tp=2", {"sequence": True}, {}) for name in ("inkling2", "inkling2_loop")),
+    ("inkling2", "cp=2,tp=2", {"sequence": True}, {"remat": "full"}),
+    ("inkling2", "fsdp=2,cp=2", {}, {}),
+    ("inkling2_loop", "cp=2,tp=2", {}, {}),
+    ("inkling2", "pp=2,cp=2", {}, {"accumulate": 2}),
     ("inkling2", "pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
     ("inkling2", "pp=2,tp=2", {}, {"accumulate": 2}),
     ("kimi_k3", "tp=2", {"sequence": True}, {}),
@@ -212,8 +218,8 @@ def test_attention_over_depth(
 @pytest.mark.parametrize(
     ("name", "mesh", "strategy", "sentence"),
     [
-        ("inkling2", "cp=2", {}, "bias"),
-        ("inkling2", "tp=2", {"sequence": True}, "use sequence=False"),
+        ("inkling2", "cp=2", {"context": "ring"}, 'take method="gather"'),
+        ("inkling2", "cp=2", {"context": "ulysses"}, 'take method="gather"'),
         ("inkling2_loop", "pp=2", {"schedule": "1F1B"}, "loop"),
     ],
 )

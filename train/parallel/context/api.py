@@ -43,6 +43,7 @@ from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.kernels import KERNELS
+from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import Asks, attention, materialize
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
@@ -201,10 +202,12 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         scale: float,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        bias: Bias | None = None,
         layout: Layout | None = None,  # of this rank's tokens only, hence unused
     ) -> Tensor:
         _check(method, q, k, mask, group.size())
-        call = Call(group, inner, scale, softcap, sinks)
+        _check_bias(method, bias, sinks)
+        call = Call(group, inner, scale, softcap, sinks, bias)
         return run(q, k, v, known(mask, q, call), call)
 
     kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
@@ -237,9 +240,18 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
         )
 
 
+def _check_bias(method: str, bias: Bias | None, sinks: Tensor | None) -> None:
+    """ValueError for biases and sinks of tokens, where a rank does not see its own queries with all keys."""
+    if method != "gather" and (bias is not None or (sinks is not None and sinks.ndim > 1)):
+        raise ValueError(
+            f'method="{method}" moves queries or keys between ranks without what is added to their scores: take '
+            'method="gather", Strategy(context="gather"), for a model with biases of scores or sinks of tokens.'
+        )
+
+
 def _form(mask: MaskLike, q: Tensor, layout: Layout | None, call: Call) -> Any:
     """The mask in the form that `inner` reads."""
-    asks = Asks(call.softcap is not None, call.sinks is not None)
+    asks = Asks(call.softcap is not None, call.sinks is not None, call.bias is not None)
     return materialize(mask, call.inner, layout, device=q.device, dtype=q.dtype, asks=asks)
 
 
@@ -254,7 +266,11 @@ def _run_gather(q: Tensor, k: Tensor, v: Tensor, seen: Any, call: Call) -> Tenso
     # The gather is in the model's dtype; gradients of keys and values are reduced in fp32 at least.
     both = collectives.all_gather(upcast(torch.cat((k, v), -1)), 1, call.group, dtype=k.dtype)
     k, v = both.split((k.shape[-1], v.shape[-1]), -1)
-    return attention(q, k, v, seen, kernel=call.inner, scale=call.scale, softcap=call.softcap, sinks=call.sinks)
+    bias = call.bias
+    if bias is not None:
+        bias = bias.of(bias.queries, tuple(collectives.all_gather(read, 1, call.group) for read in bias.keys))
+    scoring: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "sinks": call.sinks, "bias": bias}
+    return attention(q, k, v, seen, kernel=call.inner, **scoring)
 
 
 def _look_ulysses(mask: Mask | Tensor, q: Tensor, call: Call) -> tuple[Any, Layout | None]:

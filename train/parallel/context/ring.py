@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fnmodels.inputs.mask import Mask
+from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.dtypes import upcast
 from train.comm import collectives
 
@@ -31,6 +32,7 @@ class Call:
     scale: float
     softcap: float | None
     sinks: Tensor | None
+    bias: Bias | None = None
 
 
 def look(over_all: Mask | Tensor, share: int, group: ProcessGroup) -> Seen:

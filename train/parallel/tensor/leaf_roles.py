@@ -14,6 +14,7 @@ from fnmodels.models.common.spec import Leaf
 from params.axes import (
     AXES,
     BUCKET,
+    CONVOLVED,
     EMBED,
     EMBED_TWICE,
     EXPERT,
@@ -25,7 +26,6 @@ from params.axes import (
     LINEAR_HEADS,
     LINEAR_KV_HEADS,
     NGRAM,
-    NGRAM_STREAMS,
     VOCAB,
     has_whole_rows,
     regions_of,
@@ -194,7 +194,7 @@ def _use_trained(leaf: Leaf, is_part: bool, sharded: frozenset[str], region: Reg
     axes, sequence = leaf.axes, region.sequence
     if NGRAM in axes:
         return Use("table", False, full=leaf.shape[0]) if is_part else Use("plain", sequence)
-    if NGRAM_STREAMS in axes:
+    if CONVOLVED in axes:
         return Use("along" if sequence else "plain", False)
     if EXPERT in axes:
         return Use("plain", not is_part and EXPERT_MLP in sharded)

@@ -54,10 +54,10 @@ def layer_leaves(config: Any, kind: LayerKind, index: int) -> Tree:
     norms = ["input"] if kind.slides else [f"{name}_input" for name in "qkv"]
     leaves: Tree = {} if index == 0 else {"attention_query": query(D, 0 if kind.slides else 3)}
     leaves |= {f"{name}_layernorm": norm(D, "embed") for name in (*norms, "post_attention")}
-    leaves |= {"attention": attention_leaves(config, kind), "attention_conv": _conv(D, "shifted", K, std)}
+    leaves |= {"attention": attention_leaves(config, kind), "attention_conv": _conv(D, "convolved", K, std)}
     experts = config.num_experts, config.moe_intermediate_size
     leaves |= {"mlp_query": query(D), "mlp": moe_leaves(D, *experts, std=std, selection_bias=True, wide_router=True)}
-    leaves |= {"mlp_conv": _conv(D, "shifted", K, std)}
+    leaves |= {"mlp_conv": _conv(D, "convolved", K, std)}
     if config.loop_start <= index < config.loop_end:
         rank = config.loop_gate_rank
         gate: Tree = {"down_proj": weight((rank, 2 * D), ("one", "embed_twice"), std)}

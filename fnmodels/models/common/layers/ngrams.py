@@ -140,7 +140,7 @@ def leaves(config: NgramConfig, number: int) -> Tree:
         "key_proj": weight((width, E), ("streams", "ngram_latent"), std),
         "value_proj": weight((D, E), ("embed", "ngram_latent"), std),
         **{f"{name}_norm": norm(width, "streams", 0.0) for name in ("key", "query", "conv")},
-        "conv": Leaf(taps, torch.float32, ("ngram_streams", "one", "ngram_taps"), Constant(0.0)),
+        "conv": Leaf(taps, torch.float32, ("convolved", "one", "ngram_taps"), Constant(0.0)),
     }
 
 
