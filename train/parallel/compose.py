@@ -17,7 +17,7 @@ from torch import Tensor
 import params as P
 from fnmodels import family_of
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.family import field_of, shares_rows
+from fnmodels.models.common.family import shares_rows
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree
@@ -149,11 +149,6 @@ def check_pipelined(config: Any, size: int) -> None:
             f"A {config.model_type} has towers ({' and '.join(family.towers(config))}) that run beside each other, and "
             "the stages of a pipeline run one after the other: shard it over fsdp, dp and tp, with remat where memory "
             "is short, and leave pp out."
-        )
-    if size > 1 and field_of(config, "passes"):
-        raise ValueError(
-            f"A {config.model_type} runs its layers several times, and a stage of a pipeline holds the layers that it "
-            "runs once: shard it over fsdp, dp and tp, with remat where memory is short, and leave pp out."
         )
 
 

@@ -15,6 +15,7 @@ from tests.support.cases import batch_of, cases, generic_params, segments, token
 from tests.support.oracle import model_of, params_of
 from tests.variants.hrm_text import TINY
 from train.parallel.pipeline.schedule import pipeline
+from train.parallel.pipeline.tree_split import copies, holders, share
 
 VALUES = TINY | {"num_hidden_layers": 2}
 CONFIG = hrm_text.Config.from_hf(VALUES)
@@ -109,9 +110,13 @@ def test_taps_and_edits_are_of_a_pass() -> None:
     assert CONFIG.passes[0] == CONFIG.passes[6] == 0 and same == list(range(6))
 
 
-def test_pipelines_are_refused() -> None:
-    with pytest.raises(ValueError, match="runs its layers several times"):
-        pipeline(CONFIG, 2)
+def test_stages_of_a_pipeline_hold_the_layers_of_their_passes() -> None:
+    """Both ranks hold a layer that passes of both run, and one of them counts it."""
+    pipe = pipeline(CONFIG, 2, split=[3, 9])  # the first three passes are of both low layers
+    shares = [share(hrm_text.spec(CONFIG), CONFIG, pipe, rank)["layers"] for rank in (0, 1)]
+    assert [sorted(layers) for layers in shares] == [["0", "1"], ["0", "1", "2", "3"]]
+    assert {entry for entry in holders(CONFIG, pipe) if "layers" in entry} == {"layers.0", "layers.1"}
+    assert copies(CONFIG, pipe, 0) == frozenset() and copies(CONFIG, pipe, 1) >= {"layers.0", "layers.1"}
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from tests.train.parallel.test_tensor import few_types
 from train.comm.dtensor import full_tensor
 from train.parallel import Mesh, fsdp
 from train.parallel.ngram_tables import TableRows, is_table
-from train.parallel.pipeline import staged_loss
+from train.parallel.pipeline import gradients, staged_loss
 from train.parallel.tensor import leaf_wrappers
 
 LIMIT = 1e-5
@@ -176,6 +176,9 @@ LOOPS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("fsdp=2", {}, {"remat": "full"}),
     ("tp=2", {"sequence": True}, {}),
     ("cp=2", {}, {}),
+    ("pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
+    ("pp=2", {"schedule": "Interleaved1F1B"}, {"accumulate": 2, "remat": "full"}),
+    ("fsdp=2,pp=2", {}, {"accumulate": 2}),
 ]
 
 
@@ -198,6 +201,8 @@ DEPTH: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("inkling2", "fsdp=2,cp=2", {}, {}),
     ("inkling2_loop", "cp=2,tp=2", {}, {}),
     ("inkling2", "pp=2,cp=2", {}, {"accumulate": 2}),
+    ("inkling2_loop", "pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
+    ("inkling2_loop", "pp=2,tp=2", {"sequence": True}, {"accumulate": 2}),
     ("inkling2", "pp=2", {"schedule": "1F1B"}, {"accumulate": 2}),
     ("inkling2", "pp=2,tp=2", {}, {"accumulate": 2}),
     ("kimi_k3", "tp=2", {"sequence": True}, {}),
@@ -220,7 +225,6 @@ def test_attention_over_depth(
     [
         ("inkling2", "cp=2", {"context": "ring"}, 'take method="gather"'),
         ("inkling2", "cp=2", {"context": "ulysses"}, 'take method="gather"'),
-        ("inkling2_loop", "pp=2", {"schedule": "1F1B"}, "loop"),
     ],
 )
 def test_what_attention_over_depth_refuses(
@@ -228,6 +232,11 @@ def test_what_attention_over_depth_refuses(
 ) -> None:
     with pytest.raises(Exception, match=sentence):
         checked(ranks(2)(errors_of, name, mesh, strategy, {}), name)
+
+
+def test_counts_of_experts_of_loops_over_stages_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(Exception, match="leave aux and balance_rate out, or pp"):
+        ranks(2)(errors_of, "inkling2_loop", "pp=2", {}, {"accumulate": 2, "balance_rate": 0.1})
 
 
 def shapes_gathered(name: str, mesh: str) -> list[tuple[int, ...]]:
@@ -391,3 +400,15 @@ def errors_with(what: str) -> dict[str, float]:
 @pytest.mark.parametrize("what", MISTAKES)
 def test_mistakes_at_borders_are_seen(ranks: Ranks, what: str) -> None:
     assert worst(ranks(2)(errors_with, what), "gradient")[0] > 100 * LIMIT
+
+
+def errors_of_looped_layers_alone() -> dict[str, float]:
+    """Each stage keeps the gradients of its own passes of a layer."""
+    one_process("hrm_text")
+    with pytest.MonkeyPatch.context() as patch, may_differ():
+        patch.setattr(gradients, "_sum_copies", lambda *_: None)
+        return errors_of("hrm_text", "pp=2", {}, {"accumulate": 2})
+
+
+def test_a_loop_whose_gradients_are_not_summed_is_seen(ranks: Ranks) -> None:
+    assert worst(ranks(2)(errors_of_looped_layers_alone), "gradient")[0] > 100 * LIMIT

@@ -19,7 +19,7 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import t5, tree
-from fnmodels.models.common.family import LayerKind, field_of
+from fnmodels.models.common.family import LayerKind
 from tests.support.cases import cases, generic_params, positions_of, segments, tokens_of
 from tests.support.ranks_pool import Ranks
 from tests.variants.t5 import TINY as T5
@@ -402,12 +402,12 @@ def test_what_does_not_fit_raises(make: Callable[[Any], Any], sentence: str) -> 
         make(config_of("llama_tied", 4))
 
 
-DEEP = [case for case in cases() if case.config.num_hidden_layers > 1 and not field_of(case.config, "passes")]
+DEEP = [case for case in cases() if case.config.num_hidden_layers > 1]
 
 
 @pytest.mark.parametrize("case", DEEP, ids=str)
 def test_shares_of_every_family_are_the_whole(case: Any) -> None:
-    """Each leaf is on one rank, a tied embedding on two; and stage after stage makes the bits of the whole."""
+    """Each leaf is on one rank, a tied embedding and a looped layer on two; stage after stage makes the bits of all."""
     config, params = case.config, generic_params(case.config)
     pipe = pipeline(config, 2, "GPipe")
     shares = [share(params, config, pipe, rank) for rank in range(2)]

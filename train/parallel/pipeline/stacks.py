@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fnmodels import family_of
+from fnmodels.models.common.family import stored_layers
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.tree import Tree
 
@@ -29,6 +30,11 @@ class Stack:
     def within(self, lo: int, hi: int) -> range:
         """The model's layers lo <= i < hi that are of this stack, by their number in it."""
         return range(max(lo, self.lo) - self.lo, max(min(hi, self.hi), self.lo) - self.lo)
+
+    def stored(self, lo: int, hi: int) -> tuple[int, ...]:
+        """The layers in params of `within`; passes of a loop have the same ones."""
+        stored = stored_layers(self.config, family_of(self.config).kinds(self.config))
+        return tuple(dict.fromkeys(stored[index] for index in self.within(lo, hi)))
 
 
 def stacks_of(config: Any) -> tuple[Stack, ...]:

@@ -16,7 +16,7 @@ import fnmodels
 from fnmodels import tree
 from fnmodels.apply import layer_inputs_of, stack_params
 from fnmodels.edits import edit_end, edits_of_stage
-from fnmodels.models.common.family import function_of, parsed
+from fnmodels.models.common.family import field_of, function_of, parsed
 from fnmodels.noise import embedded, noise_of, with_final_dropout
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
@@ -110,6 +110,7 @@ class StagedLoss:
             routers = part.routers
             if routers is None:
                 raise _Done(sent, {})
+            _check_counts(config, routers.aux)
             terms = balance_of_layers(routers.balance)
             added, sums = balance_terms(of_layers, part.inputs["valid"], routers.labelled, terms)
             if carries_term(routers):
@@ -135,6 +136,15 @@ class StagedLoss:
         rest = {name: value for name, value in params.items() if name != "layers"}
         layers = {number: together(layer) for number, layer in params["layers"].items()}
         return {**(together(rest) if last else rest), "layers": layers}
+
+
+def _check_counts(config: Any, aux: bool) -> None:
+    """ValueError for counts of experts of layers that run several times: a layer's passes are on several stages."""
+    if aux and field_of(config, "passes"):
+        raise ValueError(
+            f"A {config.model_type} runs layers several times, and over pp on several stages, whose counts of experts "
+            "are not added up: leave aux and balance_rate out, or pp."
+        )
 
 
 def _through(

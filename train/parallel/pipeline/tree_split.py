@@ -1,8 +1,9 @@
 """Splits a params tree over the ranks of a pipeline: each holds its layers, and what else its stages read.
 
 An entry is a path outside of the layers, of the first level ("embed_tokens"), or below an encoder or a decoder
-("encoder.norm"). Entries that several ranks read, such as a tied embedding or a table of relative position biases, are
-on each of them, and their gradients are summed.
+("encoder.norm"). In a model with loops a layer is one too ("layers.3"), which several stages may run. Entries that
+several ranks read, such as a tied embedding or a table of relative position biases, are on each of them, and their
+gradients are summed.
 """
 
 import functools
@@ -46,6 +47,8 @@ def held(config: Any, lo: int, hi: int) -> frozenset[str]:
             found |= every
     if hi == stacks[-1].hi:
         found |= reads[-1][2] | (_entries(config) - frozenset().union(*itertools.chain(*reads)))
+    if field_of(config, "passes"):
+        found |= {f"layers.{number}" for number in stacks[0].stored(lo, hi)}
     return frozenset(found)
 
 
@@ -145,7 +148,7 @@ def cut(whole: Tree, config: Any, pipe: Pipeline, stages: Sequence[int]) -> Tree
     made = {name: part for name, part in whole.items() if name in entries}
     for stack in stacks_of(config):
         layers = layers_of(whole, stack)
-        numbers = [index for stage in stages for index in stack.within(*pipe.layers[stage])]
+        numbers = list(dict.fromkeys(index for stage in stages for index in stack.stored(*pipe.layers[stage])))
         if lost := [index for index in numbers if index not in layers]:
             raise ValueError(
                 f"Stages {list(stages)} need layer {lost[0]}{f' of the {stack.name}' if stack.name else ''}, but the "
