@@ -43,7 +43,6 @@ from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.attention.kernels import KERNELS
-from fnmodels.ops.attention.relative_bias import Bias
 from fnmodels.ops.attention.select import Asks, attention, materialize
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.rotary import Rope
@@ -200,14 +199,12 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
         mask: Any,
         *,
         scale: float,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        bias: Bias | None = None,
         layout: Layout | None = None,  # of this rank's tokens only, hence unused
+        **scoring: Any,  # softcap, sinks and bias, as `attention` has them
     ) -> Tensor:
         _check(method, q, k, mask, group.size())
-        _check_bias(method, bias, sinks)
-        call = Call(group, inner, scale, softcap, sinks, bias)
+        call = Call(group, inner, scale, **scoring)
+        _check_bias(method, call)
         return run(q, k, v, known(mask, q, call), call)
 
     kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
@@ -240,9 +237,10 @@ def _check(method: str, q: Tensor, k: Tensor, mask: Any, ranks: int) -> None:
         )
 
 
-def _check_bias(method: str, bias: Bias | None, sinks: Tensor | None) -> None:
+def _check_bias(method: str, call: Call) -> None:
     """ValueError for biases and sinks of tokens, where a rank does not see its own queries with all keys."""
-    if method != "gather" and (bias is not None or (sinks is not None and sinks.ndim > 1)):
+    of_tokens = call.bias is not None or (call.sinks is not None and call.sinks.ndim > 1)
+    if method != "gather" and of_tokens:
         raise ValueError(
             f'method="{method}" moves queries or keys between ranks without what is added to their scores: take '
             'method="gather", Strategy(context="gather"), for a model with biases of scores or sinks of tokens.'

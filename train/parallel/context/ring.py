@@ -30,8 +30,8 @@ class Call:
     group: ProcessGroup
     inner: str
     scale: float
-    softcap: float | None
-    sinks: Tensor | None
+    softcap: float | None = None
+    sinks: Tensor | None = None
     bias: Bias | None = None
 
 
