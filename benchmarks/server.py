@@ -11,7 +11,8 @@ throughput   the same greedy requests of exponential lengths (means 19 and 58 to
 load         clients for some seconds, of which some leave, or send bodies that are too large or malformed, to a server
              of a 5M Llama with kernel="invariant" and a queue that is too short. Each answer must have the text and, to
              the bit, the log-probabilities of the same request alone in this process, or be refused with a clear
-             status; memory must be flat, and nothing be left at the end.
+             status, and nothing be left at the end. The same load for half as long comes first: slots and buffers grow
+             to their sizes there. From then on memory must be flat, under load and idle.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ LOADED = llama.Config(4096, 256, 768, 4, 8, 4, max_position_embeddings=CONTEXT) 
 QUICK = llama.Config(300, 64, 96, 2, 4, 2, max_position_embeddings=CONTEXT)
 TARGET = 0.9  # of the tokens per second of `train.serve`
 SAME = 0.97  # of the answers at least: sums of other batches differ in their last bits, and ties are broken by them
-GROWTH = 0.05  # of memory between the first quarter of a load run and its end, at most
+GROWTH = 0.05  # of memory between a first load, half as long, and the one that is counted, at most
+QUARTERS = 4
 BODY = 1 << 17  # bytes at most, in the load run
 
 
@@ -215,20 +217,12 @@ def report(turns: dict[str, list[Turn]], tokens: int) -> None:
 def under_load(server: Server, model: Served, pool: list[Asked], clients: int, seconds: float) -> list[str]:
     """Prints what became of all requests, memory over time and what is left; returns what is wrong."""
     alone = [in_process(model, [one], 1, kernel="invariant")[0] for one in pool]
-    run = Load(server.port, pool, alone, BODY)
-    asyncio.run(run.run(clients, seconds / 10))  # buffers grow to their sizes
+    run, before = Load(server.port, pool, alone, BODY), server.resident
+    first = asyncio.run(watched(server, run, clients, seconds / 2))
     settled(server)
     run.found.clear()
-    held, memory = server.held, [server.resident]
-
-    async def watched() -> None:
-        asking = asyncio.create_task(run.run(clients, seconds))
-        for _ in range(4):
-            await asyncio.sleep(seconds / 4)
-            memory.append(server.resident)
-        await asking
-
-    asyncio.run(watched())
+    held, idle = server.held, server.resident
+    memory = [idle, *asyncio.run(watched(server, run, clients, seconds))]
     left = settled(server)
     memory.append(server.resident)
     repeated = asyncio.run(answered(server.port, pool, 1, stream=False))
@@ -239,8 +233,11 @@ def under_load(server: Server, model: Served, pool: list[Asked], clients: int, s
         outcomes = {outcome: count for (name, outcome), count in sorted(run.found.items()) if name == kind}
         words = "; ".join(f"{outcome}: {count:,}" for outcome, count in outcomes.items())
         print(f"| {kind} | {sum(outcomes.values()):,} | {words} |")
-    print("\nMemory in MiB\n\n| begin | 1/4 | 1/2 | 3/4 | end | idle |\n|---:|---:|---:|---:|---:|---:|")
-    print(f"| {' | '.join(f'{size:.1f}' for size in memory)} |")
+    columns = ("", "idle", *(f"quarter {number}" for number in range(1, QUARTERS + 1)), "idle again")
+    print("\nMemory in MiB, the largest of each quarter\n")
+    print(f"| {' | '.join(columns)} |\n|---|{'---:|' * (len(columns) - 1)}")
+    for name, sizes in (("the same load before", [before, *first, idle]), ("the load", memory)):
+        print(f"| {name} | {' | '.join(f'{size:.1f}' for size in sizes)} |")
     print("\nLeft at the end\n\n| | before | after |\n|---|---:|---:|")
     after, code = server.held, server.stop()
     rows: dict[str, tuple[int, int | None]] = {
@@ -256,9 +253,21 @@ def under_load(server: Server, model: Served, pool: list[Asked], clients: int, s
     print(f"and ended {told.get('fnmodels_cancelled_total', 0):,.0f} running requests of clients that had left")
     wrong = run.wrong + [f"{name}: {now}, not {was}" for name, (was, now) in rows.items() if now is None or now > was]
     wrong += server.complaints()
-    if max(memory[2:]) > (1 + GROWTH) * memory[1]:
-        wrong.append(f"memory grew from {memory[1]:.1f} to {max(memory[2:]):.1f} MiB")
+    for state, was, now in (("under load", max(first), max(memory[1:-1])), ("idle", idle, memory[-1])):
+        if now > (1 + GROWTH) * was:
+            wrong.append(f"memory grew {state} from {was:.1f} to {now:.1f} MiB")
     return wrong
+
+
+async def watched(server: Server, run: Load, clients: int, seconds: float) -> list[float]:
+    """Runs the clients for so long; the most memory of the server in each quarter, looked at five times a second."""
+    asking, found, begin = asyncio.create_task(run.run(clients, seconds)), [0.0] * QUARTERS, time.monotonic()
+    while not asking.done():
+        quarter = int(QUARTERS * (time.monotonic() - begin) / seconds)
+        found[min(quarter, QUARTERS - 1)] = max(found[min(quarter, QUARTERS - 1)], server.resident)
+        await asyncio.wait([asking], timeout=min(0.2, seconds / 20))
+    await asking
+    return found
 
 
 def differing(found: list[Said], wanted: list[Said]) -> int:
