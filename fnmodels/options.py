@@ -133,11 +133,13 @@ class ForwardOptions:
 
     @property
     def expert_path(self) -> str | Experts:
-        """`experts`; "auto" is "dense" with kernel="math", which supports every transform, and else "invariant" so."""
-        if self.invariant and self.experts not in ("auto", "invariant"):
+        """`experts`; "auto" is "dense" with kernel="math", which supports every transform, and else "invariant" so.
+
+        A function with the attribute `invariant` computes experts as "invariant" does, within `invariant_rows`.
+        """
+        if self.invariant and self.experts not in ("auto", "invariant") and not getattr(self.experts, "invariant", 0):
             raise NotImplementedError(
-                f'kernel="invariant" has experts of its own, and experts is {self.experts!r}: leave it out. (Expert '
-                "parallelism passes a function here.)"
+                f'kernel="invariant" has experts of its own, and experts is {self.experts!r}: leave it out.'
             )
         named = {"math": "dense", "invariant": "invariant"}
         return named.get(str(self.kernel), "auto") if self.experts == "auto" else self.experts

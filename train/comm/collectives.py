@@ -34,15 +34,23 @@ def all_gather(x: Tensor, dim: int, group: ProcessGroup, *, dtype: torch.dtype |
     return _linear(x, _AllGather(dim % x.ndim, group, x.dtype, dtype or x.dtype))
 
 
-def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The sum of x over processes, of which each gets its equal shard along `dim`. Backward: `all_gather`."""
+def reduce_scatter(x: Tensor, dim: int, group: ProcessGroup, *, ordered: bool = False) -> Tensor:
+    """The sum of x over processes, of which each gets its equal shard along `dim`. Backward: `all_gather`.
+
+    ordered: whether processes are added in the order of their ranks, see `leave`.
+    """
     _check_parts(x, dim, group)
+    if ordered and dist.get_world_size(group) > 2:
+        return take(leave(x, group, ordered=True), dim, group)
     return _linear(x, _ReduceScatter(dim % x.ndim, group, x.dtype, x.dtype))
 
 
-def enter(x: Tensor, group: ProcessGroup) -> Tensor:
-    """x, replicated, for different use in each process (Megatron's f). Backward: the sum of the gradients."""
-    return _linear(x, _Copy(group))
+def enter(x: Tensor, group: ProcessGroup, *, ordered: bool = False) -> Tensor:
+    """x, replicated, for different use in each process (Megatron's f). Backward: the sum of the gradients.
+
+    ordered: of that sum, see `leave`.
+    """
+    return _linear(x, _Copy(group, ordered))
 
 
 def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -51,9 +59,13 @@ def enter_all(xs: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     return list(how.apply(group, *xs)) if xs else []
 
 
-def leave(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of x over processes, for the same use in all (Megatron's g). Backward: the identity."""
-    return _linear(x, _Sum(group))
+def leave(x: Tensor, group: ProcessGroup, *, ordered: bool = False) -> Tensor:
+    """The sum of x over processes, for the same use in all (Megatron's g). Backward: the identity.
+
+    ordered: whether processes are added in the order of their ranks. Of more than two, an element's order depends else
+    on its place in the message, and so do its bits.
+    """
+    return _linear(x, _Sum(group, ordered))
 
 
 def take(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -237,25 +249,32 @@ class _ReduceScatter(_Converted):
 @dataclass(frozen=True)
 class _Copy:
     group: ProcessGroup
+    ordered: bool = False
 
     def run(self, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     def transposed(self) -> Linear:
-        return _Sum(self.group)
+        return _Sum(self.group, self.ordered)
 
 
 @dataclass(frozen=True)
 class _Sum:
     group: ProcessGroup
+    ordered: bool = False
 
     def run(self, x: Tensor) -> Tensor:
+        if self.ordered and dist.get_world_size(self.group) > 2:
+            first, *others = _AllGather(0, self.group, x.dtype, x.dtype).run(x[None]).unbind()
+            for other in others:
+                first = first + other
+            return first
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self.group)
         return total
 
     def transposed(self) -> Linear:
-        return _Copy(self.group)
+        return _Copy(self.group, self.ordered)
 
 
 @dataclass(frozen=True)

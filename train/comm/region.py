@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fnmodels.ops.invariant.rows import rows_are_invariant
+
 from . import collectives
 
 
@@ -27,11 +29,16 @@ class Region:
 
     def enter(self, x: Tensor, dim: int = 1) -> Tensor:
         """The residual stream with all positions, for use inside; dim: the sequence dimension."""
-        return collectives.all_gather(x, dim, self.group) if self.sequence else collectives.enter(x, self.group)
+        if self.sequence:
+            return collectives.all_gather(x, dim, self.group)
+        return collectives.enter(x, self.group, ordered=rows_are_invariant())
 
     def leave(self, y: Tensor, dim: int = 1) -> Tensor:
         """The sum over processes, as the residual stream (this process' positions of it)."""
-        return collectives.reduce_scatter(y, dim, self.group) if self.sequence else collectives.leave(y, self.group)
+        ordered = rows_are_invariant()
+        if self.sequence:
+            return collectives.reduce_scatter(y, dim, self.group, ordered=ordered)
+        return collectives.leave(y, self.group, ordered=ordered)
 
     def cut(self, x: Tensor) -> Tensor:
         """This process' positions of a residual stream with all positions."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.values import readable
+from fnmodels.ops.invariant.rows import invariant_linear, rows_are_invariant
 from fnmodels.tree import Tree, pytree, static
 from train.comm import collectives
 from train.comm.region import Region
@@ -30,6 +31,7 @@ class Vocab:
 
     weight: Any
     region: Region = static()
+    invariant: ClassVar[bool] = True  # its product is that of kernel="invariant" where that is chosen
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,7 +71,8 @@ class Vocab:
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Global logits [B, S, V] of x [B, S, D], the same on every rank; bias [V / size]."""
-        part = F.linear(self.region.enter(x), self.weight, bias)
+        x = self.region.enter(x)
+        part = (invariant_linear if rows_are_invariant() else F.linear)(x, self.weight, bias)
         return collectives.join(part, -1, self.region.group)
 
 

@@ -9,7 +9,7 @@ expert is complete on its rank, made of all ranks' tokens; gradients of other pa
 be summed over the ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fnmodels.ops.cpu.dispatch import combine_cpu
+from fnmodels.ops.invariant.rows import rows_are_invariant
 from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.ops.moe.dispatch import combine
-from fnmodels.ops.moe.experts import sorted_rows
+from fnmodels.ops.moe.experts import sorted_rows, sorted_rows_cpu
 from fnmodels.options import Experts
 from train.comm import collectives
 
@@ -42,16 +44,16 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
         act: Any,
         input_weighted: bool = False,
     ) -> Tensor:
-        here = experts["down_proj"].shape[0]
-        rows, dispatched, weights = sorted_rows(x, weights, indices, valid, ranks * here, input_weighted)
-        counts = dispatched.counts.view(ranks, here)
+        here, how = experts["down_proj"].shape[0], "invariant" if inner == "auto" and rows_are_invariant() else inner
+        given = x, weights, indices, valid, ranks * here, input_weighted
+        rows, counts, weights, joined = (_sorted_invariantly if how == "invariant" else _sorted)(*given)
+        counts = counts.view(ranks, here)
         coming = collectives.all_to_all(counts, group, split=0, join=0)  # [ranks, experts here]
         sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
-        padding = len(rows) - sum(sent)  # padding rows come last and are not sent
-        got = collectives.exchange(rows[: len(rows) - padding], sent, received, group)
+        got = collectives.exchange(rows[: sum(sent)], sent, received, group)  # padding rows come last and are not sent
         ids = torch.arange(here, device=x.device).repeat(ranks)
         expert = ids.repeat_interleave(coming.flatten(), output_size=len(got))[:, None]
-        local = choose_experts(inner, got, *experts.values())
+        local = choose_experts(how, got, *experts.values())
         ones, real = got.new_ones(len(got), 1), torch.ones(len(got), dtype=torch.bool, device=x.device)
         back = collectives.exchange(local(experts, got, ones, expert, real, act=act), received, sent, group)
         if not len(x):
@@ -59,6 +61,29 @@ def expert_parallel(group: ProcessGroup, *, inner: str | Experts = "auto") -> Ex
             # weights need a gradient, and remat recomputes only up to the last saved tensor, which must therefore come
             # after the exchange.
             return (back * weights.sum()).to(x.dtype)
+        return joined(back)
+
+    run.invariant = inner in ("auto", "invariant")  # type: ignore[attr-defined]
+    return run
+
+
+# (rows by expert, rows of each expert, weights of the experts' outputs, what makes [T, D] of the experts' rows)
+Sorted = tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]
+
+
+def _sorted(x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool) -> Sorted:
+    rows, dispatched, weights = sorted_rows(x, weights, indices, valid, experts, input_weighted)
+
+    def joined(back: Tensor) -> Tensor:
+        padding = len(rows) - len(back)
         return combine(F.pad(back, (0, 0, 0, padding)) if padding else back, dispatched, weights)
 
-    return run
+    return rows, dispatched.counts, weights, joined
+
+
+def _sorted_invariantly(
+    x: Tensor, weights: Tensor, indices: Tensor, valid: Tensor, experts: int, input_weighted: bool
+) -> Sorted:
+    """As `invariant_experts` sorts and adds up: the bits are those of one process."""
+    rows, dispatched, weights = sorted_rows_cpu(x, weights, indices, valid, experts, input_weighted)
+    return rows, dispatched.counts, weights, lambda back: combine_cpu(back, dispatched, weights)

@@ -123,6 +123,7 @@ class TensorParallel:
         if "valid" in more and EXPERT_MLP in self.sharded:
             options: ForwardOptions = how["options"]
             inner = functools.partial(width_sharded_experts, self.region, experts=options.expert_path)
+            inner.invariant = options.invariant  # type: ignore[attr-defined]
             how["options"] = dataclasses.replace(options, experts=inner)
         heads = field_of(how["config"], "choice_heads") if HEADS in self.sharded else 0
         teaching = how["options"].context

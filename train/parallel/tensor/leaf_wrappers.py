@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnmodels.ops.invariant.rows import invariant_linear, pairwise_sum, rows_are_invariant
 from fnmodels.ops.moe.choice import choose_experts
 from fnmodels.options import Experts
 from train.comm import collectives
@@ -48,6 +49,7 @@ class _Map:
     product: Callable[..., Tensor]
     weight: Any
     entry: RegionEntry
+    invariant: ClassVar[bool] = True  # see `_product`
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,25 +63,30 @@ class _Map:
         return args[1].product(args[1], args[0], *args[2:], **(kwargs or {}))
 
 
+def _product(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    """F.linear, and with kernel="invariant" its product, whose rows have bits of their own."""
+    return invariant_linear(x, weight, bias) if rows_are_invariant() else F.linear(x, weight, bias)
+
+
 def _read(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Column-parallel: rows [out / size, in], or all rows of a replicated weight whose outputs are used inside."""
-    return F.linear(own.entry(x), own.weight, bias)
+    return _product(own.entry(x), own.weight, bias)
 
 
 def _write(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Row-parallel: columns [out, in / size]; the bias is added once, after the reduction."""
-    y = own.entry.region.leave(F.linear(x, own.weight))
+    y = own.entry.region.leave(_product(x, own.weight))
     return y if bias is None else y + bias
 
 
 def _gather(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Replicated: of all positions, from this rank's positions of x."""
-    return F.linear(own.entry.joined(x), own.weight, bias)
+    return _product(own.entry.joined(x), own.weight, bias)
 
 
 def _cut(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Replicated: this rank's positions of the product; the bias is added to these, as its role says."""
-    y = own.entry.region.cut(F.linear(x, own.weight))
+    y = own.entry.region.cut(_product(x, own.weight))
     return y if bias is None else y + bias
 
 
@@ -107,7 +114,9 @@ class _Norm:
             )
         x, own, eps = args[0], kwargs["weight"], kwargs["eps"]
         region = own.entry.region
-        squares = collectives.leave(x.square().sum(-1, keepdim=True), region.group)
+        ordered = rows_are_invariant()
+        own_squares = pairwise_sum(x.square(), -1)[..., None] if ordered else x.square().sum(-1, keepdim=True)
+        squares = collectives.leave(own_squares, region.group, ordered=ordered)
         mean = region.shared(squares) / (x.shape[-1] * region.size)
         return x * torch.rsqrt(mean + eps) * own.weight
 
