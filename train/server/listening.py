@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 SWITCH = 0.0005
 SECONDS = 30.0  # in which the head of a request arrives, from the connection or the first byte behind another request
 UNREAD = 30.0  # after which a client that has read nothing of what is to be sent is disconnected, at most twice as late
+REFUSED = 5.0  # for which a client whose bytes are no HTTP may go on to send them behind the refusal
 LATE = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
@@ -24,6 +25,7 @@ class Bounded(H11Protocol):
     """
 
     _late: asyncio.TimerHandle | None = None
+    _refused: asyncio.TimerHandle | None = None
     _check: asyncio.TimerHandle
     _unread = 0
 
@@ -34,7 +36,9 @@ class Bounded(H11Protocol):
         self._check = self.loop.call_later(UNREAD, self._end_unread)
 
     def data_received(self, data: bytes) -> None:
-        """Reads; of a head alone, the time goes on."""
+        """Reads; of a head alone, the time goes on. Behind a refusal nothing is read."""
+        if self._refused is not None:
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._end_wait()
@@ -42,10 +46,25 @@ class Bounded(H11Protocol):
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends both."""
+        """Ends all of them."""
         self._end_wait()
         self._check.cancel()
+        if self._refused is not None:
+            self._refused.cancel()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses bytes that are no HTTP.
+
+        The connection stays open for what the client still sends: a close while data arrive resets it, and the client
+        would not see the answer.
+        """
+        headers = [("content-type", "text/plain; charset=utf-8"), ("connection", "close")]
+        refusal = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        for event in (refusal, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.write_eof()
+        self._refused = self.loop.call_later(REFUSED, self.transport.close)
 
     def _wait(self) -> None:
         self._late = self.loop.call_later(SECONDS, self._end)

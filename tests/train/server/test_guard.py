@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,34 @@ def test_a_refused_body_that_does_not_end_is_given_up(monkeypatch: pytest.Monkey
         made.sendall(head + b"a")
         answer = b"".join(iter(lambda: made.recv(4096), b""))
     assert answer.split()[1] == b"413"
+
+
+def test_a_client_that_sends_no_http_sees_the_refusal_behind_all_that_it_sends(tmp_path: Path) -> None:
+    """A reset in place of the answer would be what a close while data arrive makes of it."""
+    with serving(write_checkpoint(tmp_path / "checkpoint")) as server:
+        for size in (10, 100_000, 8_000_000):
+            with socket.create_connection((server.host, server.port)) as client:
+                client.sendall(b"a" * size + b"\r\n\r\n")
+                client.settimeout(30)
+                answer = b""
+                while part := client.recv(65536):
+                    answer += part
+            assert answer.startswith(b"HTTP/1.1 400 ") and b"Invalid HTTP request received." in answer
+        assert server.send("/health")[0] == 200
+
+
+def _send_on(client: socket.socket) -> None:
+    for _ in range(200):
+        client.sendall(b"a" * 100_000)
+        time.sleep(0.02)
+
+
+def test_a_refused_client_that_goes_on_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.server.listening.REFUSED", 0.2)
+    with serving(write_checkpoint(tmp_path / "checkpoint")) as server:
+        with socket.create_connection((server.host, server.port)) as client:
+            client.settimeout(10)
+            client.sendall(b"a" * 100_000)
+            with pytest.raises(OSError):
+                _send_on(client)
+        assert server.send("/health")[0] == 200
