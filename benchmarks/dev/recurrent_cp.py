@@ -5,6 +5,7 @@
     python benchmarks/dev/recurrent_cp.py --write        also writes the table into dev/results/recurrent_cp.md
 
 gdn   two Gated DeltaNet layers of Qwen3.5's form: width 128, 4 heads of 32
+kda   two layers of Kimi Delta Attention, whose decay differs between the channels of a head: the same sizes
 ssd   two layers of Mamba 2: width 128, 8 heads of 32, state 32
 
 A pass is the loss and all gradients of one row of one document, in fp32, in gloo processes of one thread. A rank holds
@@ -31,7 +32,7 @@ from turns import peak_of
 
 import params as P
 import train
-from fnmodels import mamba2, qwen3_next, tree
+from fnmodels import kimi_linear, mamba2, qwen3_next, tree
 from train.comm.collectives import summed
 from train.parallel.context.api import context_kernel, shard_batch
 
@@ -43,6 +44,13 @@ def config_of(layer: str) -> Any:
     if layer == "ssd":
         sizes = {"num_heads": 8, "head_dim": 32, "state_size": 32, "n_groups": 1, "expand": 2}
         return mamba2.Config.from_hf({**COMMON, **sizes, "model_type": "mamba2"})
+    if layer == "kda":
+        inner = {"num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4, "kda_layers": [1, 2]}
+        latents = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+        experts = {"num_experts": 2, "num_experts_per_token": 1, "num_shared_experts": 1, "moe_intermediate_size": 64}
+        rest = {"intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "mla_use_nope": True}
+        rest |= {"first_k_dense_replace": 2, "linear_attn_config": {**inner, "full_attn_layers": []}}
+        return kimi_linear.Config.from_hf({**COMMON, **latents, **experts, **rest, "model_type": "kimi_linear"})
     heads = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     widths = {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "head_dim": 32, "intermediate_size": 256}
     layers = {"layer_types": ["linear_attention"] * 2, "model_type": "qwen3_5_text"}
@@ -81,7 +89,7 @@ def table(lengths: list[int], rounds: int, threads: int) -> list[str]:
     lines = ["| layers | S | cp | CPU ms of a rank | x of one process | peak MiB of a rank | of one process |"]
     lines.append(f"|{'---|' * 7}")
     print("\n".join(lines))
-    for layer in ("gdn", "ssd"):
+    for layer in ("gdn", "kda", "ssd"):
         for length in lengths:
             alone: dict[str, float] = {}
             for world in (1, 2, 4):

@@ -7,7 +7,8 @@ too, so positions count within a document. Rotary frequencies are multiplied by 
 model. Every fourth layer does not rotate. Logits are soft-capped.
 
 The published files are those of a model with images, of which the text is read; the draft heads in them are not.
-Layers that attend to the latents of an earlier layer (`kv_source_layers`) are refused.
+Layers that attend to the latents of an earlier layer (`kv_source_layers`) are refused: the published default has none,
+and what a layer borrows here is found by the kind of the layer that lends it, not by its number.
 """
 
 import functools

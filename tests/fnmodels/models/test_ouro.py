@@ -14,6 +14,7 @@ from fnmodels import ouro, tree
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.family import stored_layers
 from tests.support.cases import batch_of, generic_params, segments, tokens_of
+from tests.support.status import Shows
 from tests.variants.ouro import TINY, published
 
 CONFIG = ouro.Config.from_hf(TINY)
@@ -87,8 +88,9 @@ def logits_of(params: Any, tokens: Tensor, config: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [CONFIG, EXPECTED, FIRST], ids=lambda config: config.exit)
-def test_the_loop_written_out(config: Any) -> None:
+def test_the_loop_written_out(config: Any, shows: Shows) -> None:
     """Logits, and gradients of all parameters, those of the gate where logits have one."""
+    shows("ouro", "loops")
     params = tree.map(lambda leaf: leaf.double().requires_grad_(), generic_params(config))
     tokens = tokens_of(config, 2, 9)
     ours, wanted = logits_of(params, tokens, config), written_out(params, tokens, config)
