@@ -61,7 +61,8 @@ GATED = (
     "muse_glimmer",
     "muse_spark",
     "kimi_k3",
-)  # the output of attention is multiplied by a gate before it is projected
+    "bitnet",
+)  # the output of attention is multiplied by a gate, or normalized, before it is projected
 
 every_block = pytest.mark.parametrize("case", block_structures(), ids=str)
 
@@ -174,6 +175,8 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
             number = fnmodels.family_of(config).kinds(config)[index].rpartition("_")[2]
             if (limits := getattr(config, "limits", ())) and number.isdigit() and (limit := limits[int(number)][1]):
                 neurons = limited_glu(pre, F.linear(x, own["up_proj"]), activation=act, limit=limit)
+            if "ffn_sub_norm" in own:
+                neurons = F.rms_norm(neurons, neurons.shape[-1:], own["ffn_sub_norm"], config.rms_norm_eps)
             assert off(tap["mlp.neurons"], neurons) < 1e-5, index
         out = F.linear(tap["mlp.neurons"], own["down_proj"], own.get("down_bias"))
         out = out * share * getattr(config, "mlp_down_multiplier", 1.0)
@@ -377,6 +380,7 @@ NORMS = {  # of layers, by a variant that has them
     "gemma4_text_moe": tuple(f"{name}_{number}" for name in _AROUND for number in (1, 2))[1:],
     "kimi_k3": ("mlp.latent_norm",),
     "ouro": ("input_layernorm_2", "post_attention_layernorm_2", "final_norm"),
+    "bitnet": ("attention.attn_sub_norm", "mlp.ffn_sub_norm"),
 }
 VALUES = {
     "llama": (

@@ -13,7 +13,7 @@ from tests.params.checkpoint.test_wrapped_text import NOT_MADE, WRAPPERS
 BOUNDS = {
     "CAUSAL_LM": 148,
     "IMAGE_TEXT_TO_TEXT": 47,
-    "MASKED_LM": 24,
+    "MASKED_LM": 25,
     "SEQ_TO_SEQ_CAUSAL_LM": 19,
     "SPEECH_SEQ_2_SEQ": 6,
     "CTC": 5,

@@ -21,6 +21,7 @@ PREFIXES |= {
     "electra": "Electra",
     "albert": "Albert",
     "deberta_v2": "DebertaV2",
+    "deberta": "Deberta",
     "gte": "Gte",
     "roformer": "RoFormer",
     "megatron-bert": "MegatronBert",
@@ -31,7 +32,7 @@ PREFIXES |= {"jina_embeddings_v3": "JinaEmbeddingsV3", "xlm": "XLM"}
 PREFIXES |= {"camembert": "Camembert", "roberta-prelayernorm": "RobertaPreLayerNorm", "xlm-roberta-xl": "XLMRobertaXL"}
 # {model type: the family that reads it too}
 FAMILIES = {"megatron-bert": "bert", "ernie": "bert"}
-FAMILIES |= {"jina_embeddings_v3": "gte"}
+FAMILIES |= {"jina_embeddings_v3": "gte", "deberta": "deberta_v2"}
 FAMILIES |= dict.fromkeys(("camembert", "roberta-prelayernorm", "xlm-roberta-xl"), "roberta")
 # Heads with layers of their own, which are not read.
 UNREAD = {("xlm", "classification"), ("xlm", "question_answering")}
@@ -55,7 +56,8 @@ def values_of(family: str, head: str) -> dict[str, Any]:
     """The family's tiny config.json with another head."""
     names = {} if head not in LABELLED else {"id2label": {"0": "a", "1": "b", "2": "c"}}
     names |= {"model_type": family} if family in FAMILIES else {}
-    tiny: dict[str, Any] = variants_of(FAMILIES.get(family, family)).TINY
+    module = variants_of(FAMILIES.get(family, family))
+    tiny: dict[str, Any] = module.FIRST if family == "deberta" else module.TINY
     return tiny | {"architectures": [PREFIXES[family] + CLASSES[head]]} | names
 
 

@@ -1,4 +1,4 @@
-"""Tiny configurations of DeBERTa V2 with its masked-LM head, and published sizes; other heads: parity/test_heads.py."""
+"""Tiny configurations of DeBERTa and V2 with a masked-LM head and published sizes; other heads: parity.test_heads."""
 
 from typing import Any
 
@@ -20,11 +20,15 @@ TINY: dict[str, Any] = bert.TINY | {
     "pos_att_type": ["p2c", "c2p"],
     "position_biased_input": False,
 }
+_NEWER = ("position_buckets", "norm_rel_ebd", "share_att_key")
+FIRST = {name: value for name, value in TINY.items() if name not in _NEWER}
+FIRST |= {"architectures": ["DebertaForMaskedLM"], "model_type": "deberta"}
 
 
 def variants() -> dict[str, dict[str, Any]]:
     """{name: config.json}."""
-    return {"deberta_v2": TINY, "deberta_v2_each": TINY | {"position_buckets": -1, "type_vocab_size": 2}}
+    each = TINY | {"position_buckets": -1, "type_vocab_size": 2}
+    return {"deberta_v2": TINY, "deberta_v2_each": each, "deberta": FIRST}
 
 
 def published() -> dict[str, dict[str, Any]]:
@@ -62,6 +66,9 @@ def sizes() -> dict[str, int]:
 
 # Parameter counts of the presets, which transformers' models of these configs have.
 TOTALS: dict[str, int] = {
+    "deberta-base": 139_244_121,
+    "deberta-large": 406_264_921,
+    "deberta-xlarge": 758_905_945,
     "deberta-v3-xsmall": 70_958_820,
     "deberta-v3-small": 142_024_548,
     "deberta-v3-base": 184_551_780,
@@ -70,4 +77,5 @@ TOTALS: dict[str, int] = {
 }
 
 # Fields refused at any changed value: no published model of V3 has them.
-REFUSED = {"deberta-v2": {"pooler_hidden_act", "position_biased_input", "relative_attention", "tie_word_embeddings"}}
+_REFUSED = {"pooler_hidden_act", "position_biased_input", "relative_attention", "tie_word_embeddings"}
+REFUSED = {"deberta-v2": _REFUSED, "deberta": _REFUSED}

@@ -1,7 +1,8 @@
-"""DeBERTa V2 and V3 (arXiv 2006.03654, 2111.09543): BERT whose scores have disentangled terms of distances.
+"""DeBERTa, V2 and V3 (arXiv 2006.03654, 2111.09543): BERT whose scores have disentangled terms of distances.
 
-There are no absolute positions: each layer projects the embeddings of distances with its own projections of queries and
-keys, and a score adds what the query has to do with the distance, and what the key has.
+There are no absolute positions: each layer projects the embeddings of distances, and a score adds what the query has to
+do with the distance, and what the key has. Layers of V2 and V3 project distances as they do tokens; those of the first
+DeBERTa have projections of their own for them, and no bias of keys.
 """
 
 from collections.abc import Mapping
@@ -20,24 +21,27 @@ from fnmodels.models.common.config_json import ConfigJson, Fields, shown
 from fnmodels.models.common.encoder import attention_masks, block, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import embedding, layer_norm_leaves
+from fnmodels.models.common.storage import Stored, StoredNames, TensorSlice
 from fnmodels.ops import embed_tokens, layer_norm
 from fnmodels.ops.attention.disentangled import DistanceEmbeddings, rows_of_distances
 from fnmodels.tree import Tree
 
-MODEL_TYPES = ("deberta-v2",)
+MODEL_TYPES = ("deberta-v2", "deberta")
+_CLASSES = {"deberta-v2": "DebertaV2", "deberta": "Deberta"}
 TRAITS = Traits(
     dropout=encoder.DROPOUT,
     dropout_defaults=dict.fromkeys(encoder.DROPOUT, 0.1),
     causal=False,
     biased=True,
     resaved={
-        # the published files of V3 have the masked-LM head under these names
+        # the published files of the first DeBERTa and of V3 have the masked-LM head under these names
         r"lm_predictions\.lm_head\.bias": "cls.predictions.bias",
         r"lm_predictions\.lm_head\.(.*)": r"cls.predictions.transform.\1",
         r"deberta\.(.*)": r"\1",  # a model without a head may be stored with the prefix of one that has it
     },
 )
 _NEWER = "lm_predictions.lm_head"
+_OWN = dict.fromkeys("qkv", "in_proj") | {"distance_q": "pos_q_proj", "distance_k": "pos_proj"}
 _HEADS = {
     "masked_lm": {
         "head.dense": "cls.predictions.transform.dense",
@@ -56,13 +60,15 @@ _HEADS = {
 class Config(encoder.EncoderConfig):
     """Sizes and switches. position_buckets: half of the rows of distances, where they share rows; 0: each has its own.
 
-    max_relative_positions: distances of more share the last row. legacy: files name the masked-LM head as BERT's.
+    max_relative_positions: distances of more share the last row. own_distances: layers have projections of distances.
+    legacy: files name the masked-LM head as BERT's.
     """
 
     type_vocab_size: int = 0
     layer_norm_eps: float = 1e-7
     position_buckets: int = 0
     max_relative_positions: int = 512
+    own_distances: bool = False
     legacy: bool = field(default=True, compare=False)
 
     @property
@@ -80,7 +86,9 @@ class Config(encoder.EncoderConfig):
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
-        for name, only in (("share_att_key", True), ("relative_attention", True), ("norm_rel_ebd", "layer_norm")):
+        first = model_type == "deberta"
+        newer = {} if first else {"share_att_key": True, "norm_rel_ebd": "layer_norm"}
+        for name, only in {"relative_attention": True, **newer}.items():
             if fields.take(name, None) != only:
                 fields.expect(name, only)
                 raise UnsupportedError(f"{fields.where} has no {name!r}; only {shown(only)} is supported here.")
@@ -91,8 +99,9 @@ class Config(encoder.EncoderConfig):
         if not isinstance(terms, list) or sorted(map(str, terms)) != ["c2p", "p2c"]:
             raise UnsupportedError(f"{fields.where}: 'pos_att_type' is {shown(terms)}; only both of c2p and p2c are.")
         default: dict[str, Any] = {"type_vocab_size": 0, "layer_norm_eps": 1e-7}
-        usual = encoder.encoder_fields(fields, model_type, "DebertaV2", **default)
+        usual = encoder.encoder_fields(fields, model_type, _CLASSES[model_type], **default)
         fields.expect("conv_kernel_size", 0)
+        fields.expect("talking_head", False)
         fields.expect("embedding_size", usual["hidden_size"])
         fields.expect("pooler_hidden_size", usual["hidden_size"])
         fields.expect("pooler_hidden_act", "gelu")
@@ -100,18 +109,21 @@ class Config(encoder.EncoderConfig):
         most = fields.integer("max_relative_positions", -1, low=-1)
         config = Config(
             **usual,
-            position_buckets=max(0, fields.integer("position_buckets", -1, low=-1)),
+            position_buckets=0 if first else max(0, fields.integer("position_buckets", -1, low=-1)),
             max_relative_positions=most if most > 0 else usual["max_position_embeddings"],
+            own_distances=first,
             legacy=fields.boolean("legacy", True),
         )
         return encoder.finished(config, fields, ("conv_act", "conv_groups"))
 
     def to_hf(self) -> ConfigJson:
         """A config.json."""
-        own: ConfigJson = {"share_att_key": True, "relative_attention": True, "norm_rel_ebd": "layer_norm"}
+        own: ConfigJson = {"relative_attention": True, "max_relative_positions": self.max_relative_positions}
         own |= {"legacy": self.legacy, "position_biased_input": False, "pos_att_type": ["p2c", "c2p"]}
-        own |= {"position_buckets": self.position_buckets or -1, "max_relative_positions": self.max_relative_positions}
-        return encoder.encoder_to_hf(self, "DebertaV2", names={}, **own)
+        if not self.own_distances:
+            own |= {"share_att_key": True, "norm_rel_ebd": "layer_norm"}
+            own["position_buckets"] = self.position_buckets or -1
+        return encoder.encoder_to_hf(self, _CLASSES[self.model_type], names={}, **own)
 
 
 def spec(config: Config) -> Tree:
@@ -119,22 +131,38 @@ def spec(config: Config) -> Tree:
     D = config.hidden_size
     tree = {name: leaf for name, leaf in encoder.spec(config).items() if name != "embed_positions"}
     tree["relative_embeddings"] = embedding(2 * config.span, D, config.initializer_range, axis="bucket")
-    return tree | layer_norm_leaves("relative_norm", D, "embed")
+    if not config.own_distances:
+        return tree | layer_norm_leaves("relative_norm", D, "embed")
+    for layer in tree["layers"]:
+        own = {name: leaf for name, leaf in layer["attention"].items() if name != "k_bias"}
+        layer["attention"] = own | {f"distance_{name}": own[name] for name in ("q_proj", "q_bias", "k_proj")}
+    return tree
 
 
-def hf_names(config: Config) -> dict[str, str]:
-    """{path of a parameter: its name on disk}; a model without a head has no prefix there."""
+def hf_names(config: Config) -> StoredNames:
+    """{path of a parameter: its name on disk, or its rows in each head's block of in_proj}; a model without a head has
+    no prefix there."""
     prefix = "" if config.head == "none" else "deberta."
     names = encoder_storage.bert_names(prefix) | _HEADS[config.head]
-    names |= {
-        f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.self.{long}_proj"
-        for name, long in (("q", "query"), ("k", "key"), ("v", "value"))
-    }
+    long = _OWN if config.own_distances else {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
+    names |= {f"attention.{name}": f"{prefix}encoder.layer.{{}}.attention.self.{named}" for name, named in long.items()}
     if config.head == "masked_lm" and not config.legacy:
         names |= {"head.dense": f"{_NEWER}.dense", "head.norm": f"{_NEWER}.LayerNorm", "lm_head_bias": f"{_NEWER}.bias"}
     names["relative_embeddings"] = f"{prefix}encoder.rel_embeddings"
     names["relative_norm"] = f"{prefix}encoder.LayerNorm"
-    return encoder_storage.encoder_names(config, names)
+    stored = encoder_storage.encoder_names(config, names)
+    return {path: _stored(path, name, config) for path, name in stored.items()}
+
+
+def _stored(path: str, name: str, config: Config) -> Stored:
+    """The name on disk, without an ending for a bias that is no module's; rows of queries, keys and values in one."""
+    where, H, heads = path.rpartition(".")[2], config.head_dim, config.num_attention_heads
+    if config.own_distances and where in ("q_bias", "v_bias"):
+        return name.removesuffix(".bias").replace("in_proj", where)
+    if name.endswith(".in_proj.weight"):
+        place = "qkv".index(where[0]) * H
+        return TensorSlice(name, place, place + H, 3 * heads * H, groups=heads)
+    return name
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
@@ -156,8 +184,9 @@ def shared(params: Tree, inputs: Mapping[str, Any], /, *, config: Config) -> Tre
             "DeBERTa's scores depend on distances, so it needs the dict of inputs that `prepare` makes, with tokens "
             "and positions; bare token ids or vectors do not say where they stand."
         )
-    norm = params["relative_norm"], params["relative_norm_bias"]
-    table, positions = layer_norm(params["relative_embeddings"], *norm, eps=config.layer_norm_eps), inputs["positions"]
+    table, positions = params["relative_embeddings"], inputs["positions"]
+    if "relative_norm" in params:
+        table = layer_norm(table, params["relative_norm"], params["relative_norm_bias"], eps=config.layer_norm_eps)
     most, logarithmic = config.max_relative_positions, config.position_buckets > 0
     rows = constants(rows_of_distances(config.span, most, logarithmic=logarithmic), torch.int64, table.device)
     bias = DistanceEmbeddings(table, rows, positions, positions)
@@ -188,7 +217,22 @@ _BASE: ConfigJson = {
 }
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _XSMALL = {"hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1536}
+_FIRST: ConfigJson = {
+    "architectures": ["DebertaForMaskedLM"],
+    "model_type": "deberta",
+    "vocab_size": 50265,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "relative_attention": True,
+    "pos_att_type": "c2p|p2c",
+    "position_biased_input": False,
+}
 PRESETS = {
+    "deberta-base": _FIRST,
+    "deberta-large": _FIRST | _LARGE,
+    "deberta-xlarge": _FIRST | _LARGE | {"num_hidden_layers": 48},
     "deberta-v3-xsmall": _BASE | _XSMALL,
     "deberta-v3-small": _BASE | {"num_hidden_layers": 6},
     "deberta-v3-base": _BASE,

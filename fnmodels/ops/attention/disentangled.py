@@ -16,7 +16,8 @@ from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.noise import document_keys, fold
 from fnmodels.inputs.values import constants, host_reads, readable, unwrapped
 from fnmodels.ops.dropout import Noise, dropped_table
-from fnmodels.ops.qkv import project_qkv
+from fnmodels.ops.linear import linear
+from fnmodels.ops.qkv import project_qkv, split_heads
 
 
 def rows_of_distances(span: int, most: int, *, logarithmic: bool) -> list[int]:
@@ -86,10 +87,11 @@ class DistanceEmbeddings:
         return replace(self, table=table, keys=keys)
 
     def of_layer(self, weights: Mapping[str, Tensor], q: Tensor, k: Tensor, *, scale: float) -> "DisentangledBias":
-        """The bias of a layer's scores of q [B, Q, N, H] and k [B, K, N, H], by its projections of both."""
+        """The bias of a layer's scores of q [B, Q, N, H] and k [B, K, N, H], by its projections of both: those of
+        tokens, unless it has its own for distances."""
         tables = self.table if self.table.ndim == 4 else self.table[None, None]
-        rows = project_qkv(weights, tables.flatten(0, 1), head_dim=q.shape[-1])
-        queries, keys, _ = (t.unflatten(0, tables.shape[:2]) for t in rows)  # [B or 1, U, R, N, H]
+        rows = _projected(weights, tables.flatten(0, 1), q.shape[-1])
+        queries, keys = (t.unflatten(0, tables.shape[:2]) for t in rows)  # [B or 1, U, R, N, H]
         by_query, by_key = self._products(q, keys) * scale, self._products(k, queries) * scale
         return DisentangledBias(self.rows, (self.q_positions, by_query), (self.kv_positions, by_key))
 
@@ -106,6 +108,14 @@ class DistanceEmbeddings:
             more = torch.einsum("bsnh,brnh->bsnr", x, of[:, place])
             found = more.where(self.places[:, :, None, None] == place, found)
         return found
+
+
+def _projected(weights: Mapping[str, Tensor], table: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Queries and keys [U, R, N, H] of distances, of a table [U, R, D]."""
+    if "distance_q_proj" not in weights:
+        return project_qkv(weights, table, head_dim=head_dim)[:2]
+    queries = linear(table, weights["distance_q_proj"], weights["distance_q_bias"])
+    return split_heads(queries, head_dim), split_heads(linear(table, weights["distance_k_proj"]), head_dim)
 
 
 @tree.pytree

@@ -551,7 +551,7 @@ def low_precision() -> None:
     config = variant("olmoe")
     tensor, _, params = distributed(config, sequence=False)
     low = tree.map(lambda p: p.detach().to_local().bfloat16(), params)
-    with pytest.raises(NotImplementedError, match="This norm over all heads is taken in low precision"):
+    with pytest.raises(NotImplementedError, match="This norm over all heads or neurons is taken in low precision"):
         next_token_loss(tensor.outside(low), batch_of(config), config=config, layer_fn=tensor.layer_fn)
 
 

@@ -25,6 +25,7 @@ from params.axes import (
     KV_HEADS,
     LINEAR_HEADS,
     LINEAR_KV_HEADS,
+    MLP,
     NGRAM,
     VOCAB,
     has_whole_rows,
@@ -81,7 +82,7 @@ def uses_of(
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kinds_of = dict(zip(layers, kinds, strict=True))
     by_kind: dict[str, dict[str, Use]] = {kind: {} for several in (*kinds, head) for kind in several}
-    normed = {HEADS, KV_HEADS} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
+    normed = {HEADS, KV_HEADS, MLP} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:

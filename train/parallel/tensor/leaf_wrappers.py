@@ -92,7 +92,7 @@ def _cut(own: _Map, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Norm:
-    """A shard of the weight of an RMS norm over all heads, which are sharded over the ranks."""
+    """A shard of the weight of an RMS norm over all heads or neurons, which are sharded over the ranks."""
 
     weight: Any
     entry: RegionEntry
@@ -109,8 +109,8 @@ class _Norm:
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is not F.rms_norm:  # in low precision the norm runs without its weight, unseen here
             raise NotImplementedError(
-                "This norm over all heads is taken in low precision, in which it is not sharded: compute in fp32, or "
-                "leave heads out of the rules."
+                "This norm over all heads or neurons is taken in low precision, in which it is not sharded: compute in "
+                "fp32, or leave heads and mlp out of the rules."
             )
         x, own, eps = args[0], kwargs["weight"], kwargs["eps"]
         region = own.entry.region
