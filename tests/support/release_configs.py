@@ -9,6 +9,7 @@ version of an installed package, which the release checks. Without arguments it 
 
 import copy
 import functools
+import hashlib
 import json
 import lzma
 import os
@@ -48,6 +49,7 @@ TEXTS = {
     "muse_spark": "muse_spark",
     "qwen4_exp": "qwen4_exp",
 }
+_ASKED = "asked"  # beside the labels: `digest_of` what was asked for
 # Runs in the release, with {label: config.json} as its input: argument 1 are the versions to state, 2 is `REPLACED`.
 _WRITE = """
 import copy, importlib.metadata, json, logging, sys
@@ -84,7 +86,17 @@ def written_by(release: str) -> dict[str, dict[str, dict[str, Any]]]:
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(
         lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes())
     )
-    return found
+    return {label: forms for label, forms in found.items() if label != _ASKED}
+
+
+def asked_of(release: str) -> str:
+    """The digest of the minimal files that the release's file was made of."""
+    digest: str = json.loads(lzma.decompress((FOLDER / f"{release}.json.xz").read_bytes())).get(_ASKED, "")
+    return digest
+
+
+def digest_of(files: dict[str, dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def minimal_files(release: str) -> dict[str, dict[str, Any]]:
@@ -137,8 +149,11 @@ def _older(values: dict[str, Any], release: str) -> dict[str, Any]:
     values = published_dialect(values) if values["model_type"] in fnmodels.families() else _flat_rope(values)
     for part in ("text_config", "vision_config"):
         if isinstance(values.get(part), dict):
-            values[part] = _flat_rope(values[part])
-    if values["model_type"] == "qwen2_5_vl" and "text_config" in values:  # whose files had one level
+            read = values[part].get("model_type") in fnmodels.families()
+            values[part] = published_dialect(values[part]) if read else _flat_rope(values[part])
+    if values["model_type"] == "vipllava":
+        values["vision_feature_layers"] = values.pop("vision_feature_layer")
+    if values["model_type"] in ("qwen2_vl", "qwen2_5_vl") and "text_config" in values:  # whose files had one level
         text = {name: value for name, value in values.pop("text_config").items() if name != "model_type"}
         values = text | values
         if isinstance(values.get("rope_scaling"), dict):
@@ -164,17 +179,21 @@ def main(release: str = "", *rest: str) -> None:
     stated = dict(text.split("=") for text in rest if "=" in text)
     folders = [os.path.abspath(folder) for folder in rest if "=" not in folder]
     release = release or transformers.__version__
-    out = subprocess.run(
+    files = minimal_files(release)
+    done = subprocess.run(
         [sys.executable, "-c", _WRITE, json.dumps(stated), json.dumps(REPLACED)],
-        input=json.dumps(minimal_files(release)),
+        input=json.dumps(files),
         capture_output=True,
         check=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
-    ).stdout
+    )
+    written = json.loads(done.stdout)
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / f"{release}.json.xz").write_bytes(lzma.compress(out.encode(), preset=9 | lzma.PRESET_EXTREME))
-    print(f"{len(json.loads(out))} of {len(minimal_files(release))} configurations are written by {release}")
+    text = json.dumps(written | {_ASKED: digest_of(files)}, sort_keys=True)
+    (FOLDER / f"{release}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+    written_by.cache_clear()
+    print(f"{len(written)} of {len(files)} configurations are written by {release}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from typing import Any
 
 from fnmodels.models.decoder import gemma3n
 
+OLDER_ROPES = ("full_attention", {"sliding_attention": "rope_local_base_freq"})
 TINY: dict[str, Any] = {
     "model_type": "gemma3n_text",
     "vocab_size": 61,

@@ -66,6 +66,7 @@ class Config(WindowedConfig):
         experts, chosen = experts_from_hf(fields, 8, 2, usual["num_hidden_layers"])
         if usual["model_type"] == "granitemoe":
             fields.expect("shared_intermediate_size", 0)
+        fields.expect("position_embedding_type", "rope")  # of transformers 4, whose other positions nobody publishes
         shared = fields.integer("shared_intermediate_size", 0, low=0)
         windowed = usual["model_type"] == "granitemoe_swa"
         usual |= windowed_fields(fields, usual, "_moe") if windowed else {"local_rope": usual["rope"]}

@@ -123,7 +123,7 @@ class Config(decoder.BaseConfig):
         fields = Fields(values)
         model_type = fields.choice("model_type", MODEL_TYPES)
         layers = fields.integer("num_layers", fields.integer("num_hidden_layers", 56, high=1000) // 2, high=500)
-        fields.expect("num_hidden_layers", 2 * layers)
+        fields.expect("num_hidden_layers", 2 * layers, 56)  # transformers 4 writes its default beside num_layers
         halves = {"num_hidden_layers": 2 * layers, "num_layers": None, "head_dim": values.get("head_dim", 64)}
         fields = renamed(Fields({**values, **halves}, fields.where), _RENAMED)
         sizes = mla.latent_from_hf(

@@ -87,8 +87,9 @@ class Config(decoder.BaseConfig):
         }
         where = {"head_dim": sizes["head_dim"], "max_positions": sizes["max_position_embeddings"]}
         ropes = ropes_by_layer_type(fields, thetas, scaled="full_attention", **where)
-        window = fields.integer("local_attention", 128, low=2) // 2
-        fields.expect("sliding_window", window)  # what follows from it, in transformers' files
+        half = fields.integer("sliding_window", 64)  # transformers writes it, and 4.57 nothing else
+        window = fields.integer("local_attention", 2 * half, low=2) // 2
+        fields.expect("sliding_window", window)
         switches: ConfigJson = {name: fields.boolean(name, on) for name, on in _SWITCHES.items()}
         config = Config(
             **sizes,
@@ -197,7 +198,8 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 PRESETS = {
-    name: {"model_type": "modernbert-decoder", "vocab_size": 50368, **dict(zip(_SIZES, sizes, strict=True))}
+    name: {"model_type": "modernbert-decoder", "vocab_size": 50368, "local_rope_theta": 160000.0}
+    | dict(zip(_SIZES, sizes, strict=True))
     for name, *sizes in (
         ("ettin-decoder-17m", 256, 384, 7, 4),
         ("ettin-decoder-150m", 768, 1152, 22, 12),

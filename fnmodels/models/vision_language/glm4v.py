@@ -82,6 +82,8 @@ class Config:
         outer = Fields(values)
         variant = _TYPES[outer.choice("model_type", MODEL_TYPES)]
         inner, parts = qwen_vl.text_values(outer), variant.parts
+        if inner.get("model_type") == "Glm4vMoe_text":  # as transformers 4.57 writes it
+            inner["model_type"] = "glm4v_moe_text"
         said = {**inner, **(inner.get("rope_parameters") or {})}
         if variant.plain == "glm4" and said.get("partial_rotary_factor") is None:
             inner["partial_rotary_factor"] = 1.0

@@ -98,7 +98,8 @@ class Config:
         # Old files leave out what equals the defaults of Llama.
         outer.take("vocab_size", None)  # compared below
         text = vision_language.text_config(outer, "llama", _LLAMA)
-        outer.expect("vocab_size", text.vocab_size, 32000)  # the latter is the default in older releases, for any text
+        for name in ("vocab_size", "_vocab_size"):
+            outer.expect(name, text.vocab_size, 32000)  # the latter is the default in older releases, for any text
         if text.tie_word_embeddings:
             raise UnsupportedError(f"{outer.where}: 'tie_word_embeddings' of text_config is True; supported is False.")
         vision = clip_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "clip_vision_model"))

@@ -64,13 +64,14 @@ class Config:
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
         outer = Fields(values)
         outer.choice("model_type", MODEL_TYPES)
-        outer.expect("tie_word_embeddings", False)
         own = outer.take("text_config", {})
         if not isinstance(own, Mapping):
             raise ConfigError(f"{outer.where}: 'text_config' must be an object.")
         text = vision_language.read_once(
             outer, {"model_type": "mllama_text_model", **own}, lambda one: mllama_text.Config.from_hf(dict(one))
         )
+        if vision_language.tied_head(outer, text, False):
+            outer.expect("tie_word_embeddings", False)
         config = Config(
             text=vision_language.with_outer_head(outer, text),
             vision=mllama_vision.Config.from_hf(two_towers.tower_fields(outer, "vision_config", "mllama_vision_model")),
