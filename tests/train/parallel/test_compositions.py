@@ -398,7 +398,7 @@ def unanswered(patch: pytest.MonkeyPatch) -> None:
 
 def summed_again(patch: pytest.MonkeyPatch) -> None:
     leave = collectives.leave
-    patch.setattr(collectives, "leave", lambda x, group: collectives.enter(leave(x, group), group))
+    patch.setattr(collectives, "leave", lambda x, group, **how: collectives.enter(leave(x, group, **how), group))
 
 
 def bias_of_each(patch: pytest.MonkeyPatch) -> None:
@@ -505,7 +505,7 @@ MISTAKES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, str, str]] 
         "gradient of layers.0.attention.norm",
     ),
     "what enters is not summed": (
-        lambda p: p.setattr(collectives, "enter", lambda x, group: x),
+        lambda p: p.setattr(collectives, "enter", lambda x, group, **how: x),
         "tp",
         "gpt_oss",
         "gradient of layers.1.mlp.router_bias",

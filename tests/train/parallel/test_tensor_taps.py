@@ -94,7 +94,7 @@ def planted(bug: str, name: str) -> dict[str, float]:
         elif bug == "counted twice":
             patch.setattr(taps.collectives, "join", collectives.all_gather)
         else:  # of what all ranks have
-            patch.setattr(taps.collectives, "leave", lambda value, group: value * dist.get_world_size(group))
+            patch.setattr(taps.collectives, "leave", lambda value, group, **how: value * dist.get_world_size(group))
         return differences(name, sequence=False)
 
 
