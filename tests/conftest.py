@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 
 from tests.support.forks import Forks
 from tests.support.lanes import Lanes
@@ -16,6 +17,9 @@ from tests.support.status import Shows, Status
 
 hypothesis.settings.register_profile("fnmodels", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fnmodels")
+# It would draw numbers that stand in the sources of the modules that are loaded. These differ between the processes of
+# a run, and reading them takes each process four seconds.
+providers.is_local_module_file = lambda path: False
 FSYNC = os.fsync
 
 

@@ -813,8 +813,10 @@ def segments(*rows: tuple[int, ...]) -> Tensor:
 
 def positions_of(segment_ids: Tensor) -> Tensor:
     """Each document from 0, padding 0. A loop, independent of the library's converters."""
-    out = torch.zeros_like(segment_ids)
-    for b, row in enumerate(segment_ids.tolist()):
-        for t in range(1, len(row)):
-            out[b, t] = out[b, t - 1] + 1 if row[t] == row[t - 1] and row[t] else 0
-    return out
+    rows = []
+    for ids in segment_ids.tolist():
+        row = [0] * len(ids)
+        for t in range(1, len(ids)):
+            row[t] = row[t - 1] + 1 if ids[t] == ids[t - 1] and ids[t] else 0
+        rows.append(row)
+    return torch.tensor(rows, dtype=segment_ids.dtype).view(segment_ids.shape)

@@ -60,8 +60,10 @@ from tests.support.cases import structures
 from train.parallel import Mesh
 
 ROOT = Path(__file__).parents[2]
-# What modules with jobs import, transformers and TensorBoard among it: five seconds in each rank otherwise.
+# What modules with jobs import, transformers and TensorBoard among it, and those whose selections of variants take half
+# a second: six seconds in each rank otherwise.
 PRELOADED = ("tests.support.encoder_losses", "tests.support.sense_losses", "train.job.run", "torch.utils.tensorboard")
+PRELOADED += ("tests.train.parallel.test_hybrids",)
 FOLDER = "RANKS_FOLDER"  # in the environment of ranks: where those of a pool leave files for each other
 GRACE = 1.0  # seconds for the other ranks after the first has failed
 LIMIT = datetime.timedelta(seconds=60)  # timeout of a rank that waits for another
@@ -138,6 +140,7 @@ def serve() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     gc.freeze()  # a rank that collected them would copy their pages
+    os.fsync = os.fstat  # as in the tests' own process: see tests/conftest.py
     with tempfile.TemporaryDirectory() as place, os.fdopen(protocol, "w") as out:
         os.environ[FOLDER] = place
         for number, line in enumerate(sys.stdin):

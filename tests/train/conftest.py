@@ -19,6 +19,13 @@ def _pictures_without_pixels(request: pytest.FixtureRequest, monkeypatch: pytest
 
 @pytest.fixture
 def graphs():
-    """The graphs that are compiled, whose operations run one by one."""
+    """The graphs that are compiled, whose functions run one by one: for tests of what becomes a graph, and when."""
+    with without_generated_code(lowered=False) as compiled:
+        yield compiled
+
+
+@pytest.fixture
+def lowered():
+    """`graphs` of operations of ATen, derivatives among them: for tests of what models make of these."""
     with without_generated_code() as compiled:
         yield compiled

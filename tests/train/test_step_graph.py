@@ -41,15 +41,19 @@ OPTIMIZERS = {
     "rounded": lambda: optim.with_stochastic_rounding(train.adamw(0.1), seed=0),
 }
 IN_BF16 = ("master", "rounded")
+SPLIT = ("adamw", "muon", "rounded")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_graph_equals_eager_steps(graphs, name):
-    """While the rate and the step's number change; in place, from microbatches, and clipped."""
+    """While the rate and the step's number change; in place and clipped. Some from microbatches, into other tensors:
+    these give the optimizer sums that it takes as any others."""
     optimizer, start = OPTIMIZERS[name](), params(torch.bfloat16 if name in IN_BF16 else torch.float32)
     eager = run(make_step(loss, optimizer, clip=1.0), init_state(start, optimizer))
     assert_close(run(make_step(loss, optimizer, clip=1.0, compile="step"), init_state(start, optimizer)), eager)
     assert len(graphs) == 1
+    if name not in SPLIT:
+        return
     split = make_step(loss, optimizer, clip=1.0, compile="step", accumulate=3, inplace=False)
     atol = 0.02 if name in IN_BF16 else 1e-5  # gradients of microbatches are rounded one by one
     assert_close(run(split, init_state(start, optimizer)), eager, atol)
@@ -77,7 +81,8 @@ def stale_moments(state, after, real=graph._write):
 def test_a_graph_with_a_fault_differs_from_eager_steps(graphs, monkeypatch, place, fault):
     optimizer, options = train.adamw(rate, eps=1e-3), {"accumulate": 2}
     eager = run(make_step(loss, optimizer, **options), init_state(params(), optimizer))
-    assert_close(run(make_step(loss, optimizer, compile="step", **options), init_state(params(), optimizer)), eager)
+    if place == "update":  # once for all faults
+        assert_close(run(make_step(loss, optimizer, compile="step", **options), init_state(params(), optimizer)), eager)
     monkeypatch.setattr(graph, place, fault)
     faulty = run(make_step(loss, optimizer, compile="step", **options), init_state(params(), optimizer))
     with pytest.raises(AssertionError):
@@ -191,7 +196,7 @@ MODELS = tuple(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS, ids=str)
-def test_a_step_of_a_model_is_one_graph(graphs, case: Case):
+def test_a_step_of_a_model_is_one_graph(lowered, case: Case):
     """Of packed rows; the model whose layers only attend and are dense also of rows of one document."""
     config = shortest(case.config)
     family, weights = fnmodels.family_of(config), generic_params(config)
@@ -203,10 +208,10 @@ def test_a_step_of_a_model_is_one_graph(graphs, case: Case):
     for packed in layouts:
         batch = model_batch(config, packed)
         assert_close(compiled(state, batch), eager(state, batch), atol=1e-4)
-    assert len(graphs) == len(layouts)
+    assert len(lowered) == len(layouts)
 
 
-def test_a_model_computes_in_another_dtype(graphs):
+def test_a_model_computes_in_another_dtype(lowered):
     config = llama_of()
     optimizer, weights = train.sgd(0.1), generic_params(config)
     of_model = functools.partial(train.next_token_loss, config=config)
@@ -221,7 +226,7 @@ def test_a_model_computes_in_another_dtype(graphs):
 
 
 @pytest.mark.slow
-def test_experts_are_counted_and_balanced(graphs):
+def test_experts_are_counted_and_balanced(lowered):
     # One layer, whose attention is plain: what counts and balances experts is the same in every block.
     config = shortest(next(case.config for case in cases() if case.name == "minimax_m2"))
     assert any(path.endswith("selection_bias") for path in tree.flatten(generic_params(config)))

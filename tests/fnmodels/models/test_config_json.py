@@ -2,12 +2,15 @@
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import Fields
+from fnmodels.models.common.registry import _modules
 from fnmodels.models.common.rope_config import parse_rope, rope_from_hf, rope_to_hf
 from fnmodels.ops.rotary import Rope
 
@@ -162,3 +165,13 @@ assert family_for("llama").__name__ == "fnmodels.models.decoder.llama"
 assert not [name for name in sys.modules if name.startswith("fnmodels.models.vision")]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_modules_of_a_package_are_those_of_its_folders_or_of_its_zip_file(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for name in ("__init__.py", "two.py", "one.py", "notes.txt"):
+            (tmp_path / name).write_text("")
+            archive.writestr(f"package/{name}", "")
+    for folder in (tmp_path, tmp_path / "all.zip" / "package"):
+        assert _modules("package", (str(folder),)) == ("package.one", "package.two")

@@ -460,14 +460,21 @@ def test_static_shapes_go_through_every_transform() -> None:
     assert off(each[:, 0], dense_experts(*given, indices, valid, act=SILU)) < 1e-12
 
 
-FEW = {"few": few_experts, "gathered": gathered_experts, "compiled": torch.compile(compiled_experts, dynamic=False)}
+FEW = {
+    "few": few_experts,
+    "gathered": gathered_experts,
+    "lowered": torch.compile(compiled_experts, dynamic=False, backend="aot_eager"),
+    "compiled": torch.compile(compiled_experts, dynamic=False),
+}
+# Code is generated for both options at once; for neither, its operations run one by one.
+_OPTIONS = [
+    *itertools.product(("few", "gathered"), (False, True), (False, True)),
+    ("lowered", False, False),
+    ("compiled", True, True),
+]
 
 
-# Code is generated for both options at once, and for neither.
-_OPTIONS = tuple(itertools.product(FEW, (False, True), (False, True)))
-
-
-@pytest.mark.parametrize(("path", "bias", "weighted"), [o for o in _OPTIONS if o[0] != "compiled" or o[1] == o[2]])
+@pytest.mark.parametrize(("path", "bias", "weighted"), _OPTIONS)
 def test_few_tokens_go_through_the_experts_they_chose(path: str, bias: bool, weighted: bool) -> None:
     """Also where all are padding, whose NaN and whose choice reach nothing."""
     experts, x, weights, indices, valid = problem(torch.float64, bias)

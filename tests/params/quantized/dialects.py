@@ -43,9 +43,9 @@ def case(name: str) -> Callable[[], Made]:
 def spread(scales: Tensor, rows: int, columns: int) -> Tensor:
     """The scale of each element, of blocks of rows and columns."""
     out = torch.empty(SHAPE)
-    for i in range(SHAPE[0]):
-        for j in range(SHAPE[1]):
-            out[i, j] = scales.float()[i // rows, j // columns]
+    for i, scales_of_rows in enumerate(scales.tolist()):
+        for j, scale in enumerate(scales_of_rows):
+            out[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] = scale
     return out
 
 
@@ -92,11 +92,8 @@ def fp4(codes: str, scale: str, dtype: torch.dtype = torch.uint8) -> Callable[[]
     def made() -> Made:
         numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
         packed = torch.randint(0, 256, (64, 48), generator=torch.Generator().manual_seed(2))
-        values = torch.empty(SHAPE)
-        for i in range(64):
-            for j in range(48):
-                byte = int(packed[i, j])
-                values[i, 2 * j], values[i, 2 * j + 1] = numbers[byte % 16], numbers[byte // 16]
+        pairs = [(numbers[byte % 16], numbers[byte // 16]) for byte in packed.flatten().tolist()]
+        values = torch.tensor(pairs).view(SHAPE)
         powers = e8m0(1, 32)
         return {codes: packed.to(torch.uint8).view(dtype), scale: powers}, values * spread(
             2.0 ** (powers.double() - 127), 1, 32

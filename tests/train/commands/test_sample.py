@@ -15,6 +15,7 @@ from train.data import tokenizer
 from train.data.chat import render
 from train.data.turns.marks import END
 from train.eval.pretrained import generation_defaults, load_tokenizer
+from train.generation import compile_choice
 from train.generation.sampling import Sampling
 from train.generation.text import complete, fitted, prompt_ids
 
@@ -81,13 +82,18 @@ def test_a_seed_fixes_the_draws(checkpoint, capsys):
     assert drawn("--temperature", "0", "--stop", greedy[3:5]) == f"some é{greedy[: greedy.index(greedy[3:5])]}\n"
 
 
-def test_compiled_steps_and_int8_caches(checkpoint, capsys):
+def test_compiled_steps_and_int8_caches(checkpoint, capsys, monkeypatch):
     def drawn(*more):
         assert main([str(checkpoint), "--prompt", "some é", "--tokens", "12", "--temperature", "0", *more]) == 0
         return capsys.readouterr().out
 
-    with torch.compiler.set_stance("force_eager"):  # what is compiled is compared in tests/contract
+    # What is compiled, to files too, is compared in tests/contract.
+    monkeypatch.setattr(compile_choice, "saved_step", lambda *_, **options: None)
+    steps, real = [], fnmodels.compiled_step
+    monkeypatch.setattr(fnmodels, "compiled_step", lambda *args, **options: steps.append(1) or real(*args, **options))
+    with torch.compiler.set_stance("force_eager"):
         assert drawn("--compile") == drawn() and drawn("--kv-dtype", "int8")
+    assert len(steps) == 1
 
 
 def test_several_prompts_are_answered_in_their_order(checkpoint, capsys):

@@ -1,6 +1,7 @@
 """Every form of quantized checkpoints over a mesh: each process reads its shard, to the bit; the table of docs."""
 
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -109,13 +110,20 @@ def gathered(part: Any) -> Tensor:
     return gather([ParamShard(part.to_local(), how, part.dtype)])[0]
 
 
+@functools.cache
+def _weight(name: str) -> Parts:
+    """The tensors of a kept form's weight: drawn once in each process, for all meshes."""
+    weight = KEPT[name].weight
+    assert weight is not None
+    return weight()[0]
+
+
 def shard(folder: Path, dialect: Dialect, how: str, *, fits: bool) -> str:
     """ "yes" where this process' shard of the weight is that of the file to the bit, else why it is refused.
 
     fits: of the weight in FITTING, if the form is there.
     """
-    assert dialect.weight is not None
-    (parts, _), shape = dialect.weight(), (64, 96)
+    parts, shape = dict(_weight(dialect.name)), (64, 96)
     if fits:
         make, shape, _ = FITTING[dialect.name]
         parts = make(parts)
