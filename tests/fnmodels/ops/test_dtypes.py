@@ -24,8 +24,10 @@ from fnmodels.ops import dtypes
 from fnmodels.ops.dropout import Dropout
 from fnmodels.ops.rotary import Rope, query_temperature, rotary_table
 from tests.contract.test_fp64 import EVERY
+from tests.support import one_process, small_steps
 from tests.support.cases import Case, batch_of, cases, causal, generic_params, representatives, richest, segments, short
 from tests.support.encoder_losses import optimizer_of, weights_of
+from train.eval.scoring import score_continuations
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("lazy", 0)
@@ -65,6 +67,10 @@ def cpu_without_fp64(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dtypes, "WITHOUT_FP64", (CPU.type,))
     monkeypatch.setattr(dtypes, "_on_the_cpu", aside)
+
+
+def warmup(step: torch.Tensor) -> torch.Tensor:
+    return 1e-3 * train.warmup_stable_decay(step, total=8, warmup=2)
 
 
 def params_of(config: Any) -> Any:
@@ -148,6 +154,82 @@ def test_dropout_asks_for_no_fp64() -> None:
         assert fnmodels.forward(generic_params(config), *prepared, config=config).isfinite().all()
 
 
+OPTIMIZERS = {
+    "sgd": train.sgd(1e-3, momentum=0.9, nesterov=True),
+    "lion": train.lion(warmup),
+    "adafactor": train.adafactor(1e-3),
+    "muon": train.partition({"*.w": train.muon(warmup), "*": train.adamw(warmup)}),
+    "frozen": train.partition({"one.*": None, "*": train.adamw(1e-3)}),
+    "chain": train.chain(train.optim.clip_norm(0.1), train.adamw(1e-3)),
+    "ema": train.with_ema(train.adamw(1e-3), 0.9),
+    "small": train.optim.with_small_state(train.adamw(1e-3), bits=8),
+    "master": train.optim.with_master(train.adamw(1e-3)),
+    "rounded": train.optim.with_stochastic_rounding(train.adamw(1e-3), seed=0),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.usefixtures("cpu_without_fp64")
+def test_optimizers_and_metrics_ask_for_no_fp64(name: str) -> None:
+    """In place and beside it, with microbatches and a clip; over params in bf16 what is for these."""
+    optimizer, start = (
+        OPTIMIZERS[name],
+        small_steps.params(torch.bfloat16 if name in ("master", "rounded") else torch.float32),
+    )
+    batches = [{"x": batch["x"], "y": batch["y"]} for batch in small_steps.BATCHES]
+    with RefusesFp64(CPU):
+        for options in ({}, {"accumulate": 3, "inplace": False}):
+            step, state = (
+                train.make_step(small_steps.loss, optimizer, clip=1.0, **options),
+                train.init_state(start, optimizer),
+            )
+            for batch in batches:
+                state, metrics = step(state, batch)
+            assert metrics["finite"]
+        state, metrics = train.pure_step(small_steps.loss, optimizer, clip=1.0)(
+            train.init_state(start, optimizer), batches[0]
+        )
+        assert metrics["finite"]
+        assert train.make_eval_step(small_steps.loss)(state.params, batches)["loss"].isfinite()
+
+
+LOSSES = ("llama", "deepseek", "mtp", "policy", "forward", "reverse", "batch", "length", "dense", "sparse blocks")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.usefixtures("cpu_without_fp64")
+def test_losses_of_text_ask_for_no_fp64(name: str) -> None:
+    """With terms of the head and of routers, a teacher, further tokens, a policy and indexers."""
+    params, optimizer = (
+        tree.map(torch.Tensor.float, one_process.weights_of(one_process.config_of(name))),
+        one_process.optimizer_of(name),
+    )
+    loss, batch, options = one_process.loss_of(name), one_process.batch_for(name), one_process.OPTIONS.get(name, {})
+    with RefusesFp64(CPU):
+        _, metrics = train.make_step(loss, optimizer, clip=0.5, **options)(train.init_state(params, optimizer), batch)
+    assert metrics["finite"]
+
+
+@pytest.mark.usefixtures("cpu_without_fp64")
+def test_preferences_samples_and_scores_ask_for_no_fp64() -> None:
+    config = short(next(case for case in cases() if case.name == "llama")).config
+    params = generic_params(config)
+    batch = batch_of(config, segments((4, 2), (5, -1))).batch()
+    ways = (train.Sampling(), train.Sampling(temperature=0.8, top_p=0.9), train.Sampling(top_k=3, min_p=0.1))
+    with torch.no_grad(), RefusesFp64(CPU):
+        logp = train.token_logprobs(params, batch, config=config)[0]
+        total, count, *_ = train.policy_loss(logp, logp - 0.1, torch.ones_like(logp), batch["labels"] >= 0)
+        assert (total / count).isfinite() and logp.isfinite().all()
+        for sampling in ways:
+            prompts = [[1, 2, 3], [4, 5]]
+            answers = train.generate(params, config, prompts, max_new=3, sampling=sampling)
+            assert all(len(answer) == 3 for answer in answers.tokens)
+        chosen, rejected = logp[:1].sum(1), logp[1:].sum(1)
+        assert train.dpo_loss(chosen, rejected, chosen - 0.1, rejected)[0].isfinite()
+        scored = score_continuations(params, config, [([1, 2], [3, 4]), ([5], [6])])
+        assert len(scored) == 2
+
+
 # {file: (its uses of fp64, why no device is asked for it)}
 USES = {
     "fnmodels/diffusion.py": (1, "times of a sampler, made on the CPU"),
@@ -168,6 +250,9 @@ USES = {
     "fnmodels/ops/rotary.py": (9, "in_fp64"),
     "fnmodels/testing/packing.py": (2, "on the CPU"),
     "fnmodels/testing/positions.py": (2, "on the CPU"),
+    "params/gguf/rotary_factors.py": (2, "numbers of a file, on the CPU"),
+    "params/initialize.py": (2, "drawn on the CPU"),
+    "params/io/safetensors_file.py": (2, "names of dtypes"),
     "train/checkpoint/rng_state.py": (2, "states of generators, on the CPU"),
     "train/eval/over_mesh.py": (1, "on the CPU"),
     "train/integrations/tinker/traced.py": (1, "names of dtypes"),
@@ -179,7 +264,7 @@ USES = {
 def test_every_use_of_fp64_is_known() -> None:
     """A new one runs on any device unless it is named here: take `ops.dtypes.widest`, `in_fp64` or the CPU."""
     root, found = Path(fnmodels.__file__).parents[1], dict[str, int]()
-    for file in sorted(f for package in ("fnmodels", "train") for f in (root / package).rglob("*.py")):
+    for file in sorted(f for package in ("fnmodels", "params", "train") for f in (root / package).rglob("*.py")):
         words = re.findall(r"(?<!is )torch\.float64|\.double\(\)", file.read_text())
         if words:
             found[file.relative_to(root).as_posix()] = len(words)
