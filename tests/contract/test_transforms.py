@@ -6,6 +6,7 @@ With kernel="math", and in fp64 where derivatives are compared with finite diffe
 import functools
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -180,6 +181,32 @@ def test_hessian_vector_products(case: Case) -> None:
     number = [one.name for one in representatives()].index(case.name)
     for way in ways if number == 0 else (ways[number % len(ways)],):
         assert off(way(), wanted) < 1e-10
+
+
+@every_representative
+def test_a_second_derivative_of_plain_autograd_is_right_or_names_the_way(case: Case) -> None:
+    """Nobody knows of create_graph=True before the backward pass: where the kernel has none, the sentence names math."""
+    for ids in (MIXED, segments((7,), (7,))):  # by blocks, and rows of one document
+        p = Problem(case, ids)
+        options = {"layout": fnmodels.layout(p.prepared[1])}
+
+        def product(p: Problem = p, **options: Any) -> Any:
+            leaves = trainable(p.weights)
+            logits = fnmodels.forward(leaves, *p.prepared, config=p.config, **options)
+            loss = summed_loss(logits, p.labels)
+            first = torch.autograd.grad(loss, tree.leaves(leaves), create_graph=True, materialize_grads=True)
+            inner = sum((g * d).sum() for g, d in zip(first, tree.leaves(p.direction), strict=True))
+            return gradients(inner, leaves)
+
+        wanted = product(kernel="math")
+        try:
+            found = product(**options)
+        except NotImplementedError as error:
+            assert re.search(
+                r"""does not support this transform.*(kernel="math"|experts="dense") supports""", str(error)
+            )
+        else:
+            assert off(found, wanted) < 1e-9
 
 
 @second_representatives
