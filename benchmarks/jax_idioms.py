@@ -109,20 +109,17 @@ def sweeps(at: Setting, theirs: InJax) -> Calls:
 
     swept = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)))
     starts = jax.tree.map(lambda p: jnp.stack([p] * SEEDS), params)
+    loss = loss_of(at)
 
-    def trained(start: Any, rate: Any, **options: Any) -> Any:
+    def trained(start: Any, rate: Any) -> Any:
         optimizer = adamw(rate)
         state = train.State(torch.zeros((), dtype=torch.int64), start, optimizer.init(start))
-        after, metrics = train.pure_step(loss_of(at, **options), optimizer)(state, at.batch)
+        after, metrics = train.pure_step(loss, optimizer)(state, at.batch)
         return after.params, after.opt_state, metrics["loss"]
 
-    def runs_of(one_run: Any) -> Any:
-        return torch.func.vmap(torch.func.vmap(one_run, (None, 0)), (0, None))
-
-    runs = runs_of(trained)
+    runs = torch.func.vmap(torch.func.vmap(trained, (None, 0)), (0, None))
     mine, of_torch = tree.stack([at.params] * SEEDS), torch.linspace(1e-4, 1e-2, RATES)
-    # the fused kernel has no rule under vmap: a graph of it has a call for each of the 64 runs
-    graph = torch.compile(runs_of(functools.partial(trained, kernel="math")), fullgraph=True)
+    graph = torch.compile(runs, fullgraph=True)
     return {
         "JAX jit(vmap(vmap))": lambda: jax.block_until_ready(swept(starts, rates)),
         "fnmodels vmap(vmap)": lambda: runs(mine, of_torch),

@@ -11,6 +11,8 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
+from fnmodels.inputs import noise_keys
+from fnmodels.ops.dropout import dropped
 from tests.support.cases import (
     Batch,
     Case,
@@ -130,3 +132,23 @@ def test_a_step_is_that_of_the_cpu(case: Case, compile: str) -> None:
         named = {name: metrics[name].float() for name in ("loss", "grad_norm")}
         found.append(tree.map(lambda t: t.detach().cpu(), {"params": state.params, "metrics": named}))
     assert off(*found) < 1e-4
+
+
+@pytest.mark.parametrize("case", richest()[:3], ids=str)
+def test_dropout_has_the_masks_of_the_cpu_and_remat_refuses_draws_alone(case: Case) -> None:
+    """Fused kernels without dropout leave the generator as it is."""
+    batch = batch_of(case.config, segments(*ROWS))
+    keys = noise_keys(3, batch.positions, batch.segment_ids)
+    assert torch.equal(noise_keys(3, batch.positions.cuda(), batch.segment_ids.cuda()).cpu(), keys)
+    ones = torch.ones(*keys.shape, 64)
+    assert torch.equal(dropped(ones.cuda(), keys.cuda(), 0.3, "mlp").cpu(), dropped(ones, keys, 0.3, "mlp"))
+    entries = {name: entry.cuda() for name, entry in batch.batch().items()}
+    weights = tree.map(Tensor.cuda, generic_params(case.config))
+
+    def loss(params: Any, **options: Any) -> Tensor:
+        return train.next_token_loss(params, entries, config=case.config, length=batch.length, **options)[0]
+
+    again = torch.func.grad(functools.partial(loss, layer_fn=fnmodels.remat))(weights)
+    assert off(tree.map(Tensor.cpu, again), tree.map(Tensor.cpu, torch.func.grad(loss)(weights))) < 1e-4
+    with pytest.raises(ValueError, match="draws random numbers"):
+        fnmodels.remat(lambda x: x * torch.rand_like(x))(torch.ones(3, device="cuda"))
