@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import fnmodels
+import train
 from fnmodels import tree
 from fnmodels.inputs import noise_keys
 from fnmodels.models.common.dropout import dropout_table
@@ -125,6 +126,35 @@ def test_masks_are_the_same_bit_for_bit(case: Case) -> None:
             inputs, made, freqs_cis = fnmodels.permute(p.prepared(of_batch), order)
             fnmodels.forward(p.params, inputs, made, freqs_cis, config=p.config)
         masks.check_same(moved.grids, packed.grids)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "halves": {"accumulate": 2},
+    "rows": {"accumulate": 3, "inplace": False},
+    "list": {},
+    "full": {"remat": "full", "accumulate": 3},
+    "selective": {"remat": "selective"},
+    "every other": {"remat": "every:2"},
+    "own": {"layer_fn": fnmodels.remat},
+}
+
+
+@pytest.mark.parametrize("how", STEPS)
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "qwen3_next"])
+def test_steps_of_microbatches_and_remat_have_the_masks_of_one_batch(name: str, how: str) -> None:
+    p = Problem(short(next(case for case in cases() if case.name == name)), **dataclasses.asdict(RATES))
+    keys, options = masks.keyed(p.keys, p.batch.valid), dict(STEPS[how])
+    batch, optimizer = p.batch.batch() | {"rng": keys}, train.sgd(0.1)
+    own = {"layer_fn": options.pop("layer_fn")} if "layer_fn" in options else {}
+
+    def stepped(batches: Any, **options: Any) -> masks.Grids:
+        loss = functools.partial(train.next_token_loss, config=p.config, length=p.batch.length, **own)
+        with masks.recording(keys, p.batch.valid, p.config.num_hidden_layers) as found:
+            train.make_step(loss, optimizer, **options)(train.init_state(p.params, optimizer), batches)
+        return found.grids
+
+    rows = [{entry: tensor[i : i + 1] for entry, tensor in batch.items()} for i in (2, 0, 1)]
+    masks.check_same(stepped(rows if how == "list" else batch, **options), stepped(batch))
 
 
 @every_structure

@@ -48,6 +48,19 @@ def test_logits_and_gradients():
     close(grad(mean)(p, batch), jax.grad(their_mean)(q, b))
 
 
+def test_trees_and_vectors():
+    """jax.tree.map and leaves, and ravel_pytree, whose vector has the keys of dicts in their order by name."""
+    q, other = of_jax(p), of_jax(params_of(1))
+    close(
+        tree.map(lambda a, b: a.sin() * b, p, params_of(1)), jax.tree.map(lambda a, b: jax.numpy.sin(a) * b, q, other)
+    )
+    assert len(tree.leaves(p)) == len(jax.tree.leaves(q))
+    flat, inverse = tree.ravel(p)
+    vector, unravel = jax.flatten_util.ravel_pytree(q)
+    close({"sorted": flat.sort().values}, {"sorted": jax.numpy.sort(vector)})
+    close(inverse(flat.square() + 1), unravel(vector**2 + 1))
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_step_and_k_steps(clip):
     """lax.scan over steps there, a loop here."""

@@ -305,6 +305,9 @@ def test_edits_that_draw_have_the_gradient_of_their_masks(how):
     if how:
         with pytest.raises(ValueError, match="draws random numbers"):
             derivative(torch.Generator(), wrap)
+    for generator in (None, torch.Generator()):
+        with pytest.raises(ValueError, match="The function of remat draws random numbers"):
+            derivative(generator, fnmodels.remat)
 
 
 def test_compiled_remat_replays_its_draws():
