@@ -148,6 +148,7 @@ WITHOUT_PEFT = dict.fromkeys(
         "decoder.bailing_moe",
         "decoder.kimi_k3",
         "decoder.nemotron_nas",
+        "decoder.ouro",
         "decoder.rwkv7",
         "diffusion.flux",
         "encoder.llada",

@@ -55,13 +55,32 @@ def published() -> dict[str, dict[str, Any]]:
             "num_hidden_layers": 24,
             "type_vocab_size": 0,
             "vocab_size": 128100,
-        }
+        },
+        "deberta_xlarge": {
+            "model_type": "deberta",
+            "attention_probs_dropout_prob": 0.1,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 1024,
+            "initializer_range": 0.02,
+            "intermediate_size": 4096,
+            "max_position_embeddings": 512,
+            "relative_attention": True,
+            "pos_att_type": "c2p|p2c",
+            "layer_norm_eps": 1e-7,
+            "max_relative_positions": -1,
+            "position_biased_input": False,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 48,
+            "type_vocab_size": 0,
+            "vocab_size": 50265,
+        },
     }
 
 
 def sizes() -> dict[str, int]:
     """{name of a published model: its number of parameters}."""
-    return {"deberta_v3_large": TOTALS["deberta-v3-large"]}
+    return {"deberta_v3_large": TOTALS["deberta-v3-large"], "deberta_xlarge": TOTALS["deberta-xlarge"]}
 
 
 # Parameter counts of the presets, which transformers' models of these configs have.
