@@ -1,13 +1,16 @@
-"""Older and newer forms of config.json that say the same: indexers of GLM-5, the full layers' heads of Gemma 4."""
+"""Older and newer forms of config.json that say the same: indexers of GLM-5, the full layers' heads of Gemma 4, a window."""
 
 from typing import Any
 
 import pytest
 
 import fnmodels
+from fnmodels.errors import UnsupportedError
 from fnmodels.models.decoder import deepseek_v32, gemma4
+from fnmodels.models.decoder import modernbert_decoder as modernbert
 from tests.variants import deepseek_v32 as deepseek_variants
 from tests.variants import gemma4 as gemma_variants
+from tests.variants import modernbert_decoder
 
 GLM = deepseek_variants.variants()["glm_moe_dsa"]
 V32 = deepseek_variants.variants()["deepseek_v32"]
@@ -63,3 +66,12 @@ def test_the_heads_of_gemmas_full_layers_layer_by_layer() -> None:
     for said, given in wrong.items():
         with pytest.raises(fnmodels.errors.CheckpointError, match=said):
             gemma4.Config.from_hf(newer | four | {"per_layer_config": given})
+
+
+def test_the_window_of_modernberts_decoder_may_stand_for_what_it_follows_from() -> None:
+    """transformers 4.57 writes half of local_attention, as the window, and not local_attention itself."""
+    values = {name: value for name, value in modernbert_decoder.TINY.items() if name != "local_attention"}
+    assert modernbert.Config.from_hf(values | {"sliding_window": 5}).sliding_window == 5
+    assert modernbert.Config.from_hf(values).sliding_window == 64
+    with pytest.raises(UnsupportedError, match="'sliding_window' is 5; only 64 is supported here"):
+        modernbert.Config.from_hf(values | {"sliding_window": 5, "local_attention": 128})
