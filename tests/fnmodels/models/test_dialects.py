@@ -1,4 +1,4 @@
-"""Older and newer forms of config.json that say the same: indexers of GLM-5, the full layers' heads of Gemma 4, a window."""
+"""Older and newer forms of config.json that say the same: indexers of GLM-5, heads of Gemma 4, windows."""
 
 from typing import Any
 
