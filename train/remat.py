@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -80,11 +79,14 @@ def _checkpointed(block: Block, **options: Any) -> Block:
 
     Draws of others, such as a generator that an edit holds, raise ValueError.
     """
+    replayed = functools.partial(checkpoint, block, use_reentrant=False, **options)
     held = [] if torch.compiler.is_compiling() else generators_held(block)
+    if not held:
+        return replayed
 
     def recomputed(*args: Any, **more: Any) -> Any:
-        with refusing_draws(held) if held else nullcontext():
-            return checkpoint(block, *args, use_reentrant=False, **options, **more)
+        with refusing_draws(held):
+            return replayed(*args, **more)
 
     return recomputed
 

@@ -64,6 +64,7 @@ EXPORTED = [
     and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys
     and not parsed(kinds)[0].shares_choice  # which takes that of a layer before
     and not field_of(case.config, "passes")  # whose kinds follow from its loops
+    and case.family != "longcat_flash"  # whose kinds come in pairs
     else LOOP
     if case.family == LOOP.family
     else case
