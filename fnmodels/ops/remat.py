@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import inspect
 import sys
@@ -23,7 +24,7 @@ from .torch_internals import undisturbed
 _TENSOR = object()  # stands for a tensor in the structure of a block's results
 _OTHERS = sys.stdlib_module_names | {"torch", "numpy"}  # packages whose objects hold no tensors of the caller
 _PACKAGES = _OTHERS | {"fnmodels", "params", "train"}  # and whose modules hold none
-_OF_MODULES = (Tensor, torch.Generator, dict, list, tuple, torch.nn.Module, types.FunctionType)  # global variables
+_REGISTERED = ("_parameters", "_buffers", "_modules")  # of torch modules
 Flat = Callable[..., tuple[Tensor, ...]]
 
 
@@ -205,7 +206,9 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor |
     elif inspect.isfunction(value):
         inside = _variables(value)
     elif isinstance(value, torch.nn.Module):
-        inside = ((name or each, entry) for each, entry in (*value.named_parameters(), *value.named_buffers()))
+        registered = (*value.named_parameters(), *value.named_buffers())
+        plain = (entry for module in value.modules() for entry in vars(module).items() if entry[0] not in _REGISTERED)
+        inside = ((name or each, entry) for each, entry in (*registered, *plain))
     elif type(value).__module__.partition(".")[0] not in _OTHERS:
         slots = [each for kind in type(value).__mro__ for each in getattr(kind, "__slots__", ())]
         fields = {each: getattr(value, each, None) for each in slots} | getattr(value, "__dict__", {})
@@ -215,27 +218,24 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor |
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """(name, value) of the variables of outer functions, tensors and containers of the module, and defaults."""
+    """(name, value) of the variables of outer functions and of the module that it reads, and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a variable that has no value yet
             yield name, cell.cell_contents
     if (function.__module__ or "").partition(".")[0] not in _PACKAGES:
-        for name in _names(function.__code__):
-            value = function.__globals__.get(name)
-            if isinstance(value, _OF_MODULES):
-                yield name, value
+        yield from ((name, function.__globals__.get(name)) for name in _globals(function.__code__))
     code, defaults = function.__code__, function.__defaults__ or ()
     positional = code.co_varnames[: code.co_argcount]
     yield from zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals, among others, that a function and the functions inside of it read."""
-    yield from code.co_names
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """The names of variables of the module that a function and the functions inside of it read."""
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from _globals(constant)
 
 
 def _refuse_held(block: Callable[..., Any]) -> list[torch.Generator]:

@@ -157,7 +157,28 @@ def in_a_module(v):
     return lambda x: x * GLOBAL["v"]
 
 
-GLOBAL = {}
+def in_an_object_of_the_module(v):
+    OBJECT.v = v
+    return lambda x: x * OBJECT.v
+
+
+def by_a_callable_of_the_module(v):
+    OBJECT.v = v
+    return lambda x: OBJECT(x)
+
+
+def by_a_partial_of_the_module(v):
+    PARTIALS[0] = functools.partial(torch.mul, v)
+    return lambda x: PARTIALS[0](x)
+
+
+def in_an_attribute_of_a_module(v):
+    module = torch.nn.Sequential(torch.nn.Identity())
+    object.__setattr__(module[0], "v", v)  # unregistered, whatever it is
+    return lambda x: module(x) * module[0].v
+
+
+GLOBAL, OBJECT, PARTIALS = {}, Scaled(None), [None]
 HOLDING = {
     "variable": lambda v: lambda x: x * v,
     "dict": lambda v: (lambda held: lambda x: x * held["k"])({"k": v}),
@@ -171,6 +192,10 @@ HOLDING = {
     "self": lambda v: (lambda self: lambda x: x * self.v)(Scaled(v)),
     "variable without a value yet": filled_later,
     "global": in_a_module,
+    "global object": in_an_object_of_the_module,
+    "global callable": by_a_callable_of_the_module,
+    "global partial": by_a_partial_of_the_module,
+    "attribute of a module": in_an_attribute_of_a_module,
     "kernel in options": lambda v: functools.partial(lambda x, o: o["kernel"](x), o={"kernel": lambda x: x * v}),
 }
 
@@ -178,7 +203,8 @@ HOLDING = {
 @pytest.mark.parametrize("how", HOLDING)
 def test_a_function_that_holds_a_differentiated_tensor_is_refused(how):
     holding, x, v = HOLDING[how], torch.ones(3), torch.linspace(0.5, 2, 3)
-    refused = r"The function of remat closes over the tensor '(v|held|late|GLOBAL|self|o)', whose gradient"
+    names = "v|held|late|GLOBAL|OBJECT|PARTIALS|module|self|o"
+    refused = rf"The function of remat closes over the tensor '({names})', whose gradient"
     with pytest.raises(ValueError, match=refused):
         grad(lambda v: fnmodels.remat(holding(v))(x).sum())(v)
     with pytest.raises(ValueError, match=refused):
@@ -186,6 +212,12 @@ def test_a_function_that_holds_a_differentiated_tensor_is_refused(how):
     with pytest.raises(ValueError, match=refused):
         fnmodels.remat(holding(v.clone().requires_grad_()))(x)
     assert torch.equal(fnmodels.remat(holding(v))(x), x * v * (2 if how == "partial" else 1))  # a constant
+
+
+def test_an_attribute_is_no_variable_of_the_module():
+    OBJECT.v, thing = torch.ones(3, requires_grad=True), Scaled(2.0)
+    thing.OBJECT = 3.0
+    assert torch.equal(fnmodels.remat(lambda x: x * thing.OBJECT)(torch.ones(3)), torch.full((3,), 3.0))
 
 
 def test_what_a_function_holds_is_checked_in_each_call():
