@@ -69,6 +69,7 @@ def published() -> dict[str, dict[str, Any]]:
             "pos_att_type": "c2p|p2c",
             "layer_norm_eps": 1e-7,
             "max_relative_positions": -1,
+            "padding_idx": 0,
             "position_biased_input": False,
             "num_attention_heads": 16,
             "num_hidden_layers": 48,

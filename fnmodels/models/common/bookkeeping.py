@@ -6,6 +6,7 @@ A field is one by its name and its kind of value, so that the fields of publishe
 import re
 from typing import Any
 
+# Those named summary_* are of a head that is not read, whatever the model.
 # Fields of PreTrainedConfig, of generation, of scripts and of model cards that change no output of a forward pass.
 _HARMLESS = """
     _num_labels add_bos_token add_cross_attention add_eos_token architectures attn_implementation auto_map bad_words_ids
@@ -15,7 +16,9 @@ _HARMLESS = """
     is_llama_config label2id length_penalty mamba_chunk_size max_length max_seq_len max_seq_length max_sequence_length
     min_length min_p model_max_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
     num_return_sequences
-    output_attentions output_hidden_states output_past output_router_logits output_scores prefix pretraining_tp
+    output_attentions output_hidden_states output_past output_router_logits output_scores padding_idx prefix
+    pretraining_tp summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels summary_type
+    summary_use_proj
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     sbert_ce_default_activation_function seq_len seq_length
     suppress_tokens task_specific_params temperature tie_encoder_decoder top_k top_p torch_dtype typical_p use_bfloat16

@@ -36,8 +36,6 @@ _SCORE = {
     "tokens": "classifier",
     "question_answering": "qa_outputs",
 }
-# The pooling of other classes' heads; of these none reads it.
-_IGNORED = ("summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj")
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Config(encoder.EncoderConfig):
         usual = encoder.encoder_fields(fields, model_type, "Electra", heads=(*encoder.HEADS, "replaced"))
         width = fields.integer("embedding_size", 128)
         config = Config(**usual, embedding_size=0 if width == usual["hidden_size"] else width)
-        return encoder.finished(config, fields, _IGNORED)
+        return encoder.finished(config, fields)
 
     def to_hf(self) -> ConfigJson:
         """A config.json."""

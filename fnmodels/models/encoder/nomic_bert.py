@@ -53,8 +53,7 @@ _FIXED |= {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 # Fields of its files that choose an implementation, and those of GPT-2 that stand in them.
 _IGNORED = (
     *("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln"),
-    *("pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn", "summary_activation"),
-    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    *("pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn"),
     *("use_flash_attn", "use_xentropy"),
 )
 

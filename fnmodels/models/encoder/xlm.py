@@ -36,7 +36,6 @@ _ABSENT = {"type_vocab_size": "", "intermediate_size": "", "hidden_act": ""}
 # Initial values, tokens, and the heads of other classes.
 _IGNORED = (
     *("embed_init_std", "mask_index", "unk_index", "bos_index", "eos_index", "pad_index", "lang_id", "is_encoder"),
-    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
     *("start_n_top", "end_n_top", "lang2id", "id2lang", "max_vocab", "min_count", "same_enc_dec", "share_inout_emb"),
     "sinusoidal_embeddings",  # what the table of positions was initialized with
 )

@@ -239,3 +239,15 @@ def test_no_word_makes_a_field_about_a_part_of_the_model_bookkeeping(part: str, 
         for name in (f"{word}_{part}", f"use_{word}_{part}", f"{part}_{word}", f"{word}_attention_{part}"):
             of_training = value == 3 and value is not True and word in bookkeeping._TRAINING
             assert bookkeeping.is_bookkeeping(name, value) == of_training, name
+
+
+def test_settings_of_heads_of_other_classes_and_rows_without_a_gradient_are_bookkeeping() -> None:
+    """As in files of deepset's DeBERTa and of Microsoft's."""
+    deberta = published()["deberta-v3-large"]
+    other = {
+        "summary_activation": "tanh",
+        "summary_type": "first",
+        "summary_use_proj": False,
+        "summary_last_dropout": 0,
+    }
+    assert read(deberta | other | {"padding_idx": 0}) == read(deberta)

@@ -30,10 +30,7 @@ GPT_NAMES |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate
 GPT_NAMES |= {"layer_norm_epsilon": "layer_norm_eps", "activation_function": "hidden_act"}
 # Heads for other tasks, and n_ctx, an unused duplicate of n_positions: its old default 1024 is also in files of models
 # with other lengths.
-UNUSED = (
-    *("n_ctx", "n_special", "predict_special_tokens", "summary_type"),
-    *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-)
+UNUSED = ("n_ctx", "n_special", "predict_special_tokens")
 _WRITTEN = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "hidden_act"),
     *("max_position_embeddings", "layer_norm_eps", "tie_word_embeddings", "initializer_range"),
