@@ -31,6 +31,8 @@ class Client:
 
     async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: Any, **more: Any) -> Any:
         given = {name: more[name] for name in ("image_data", "video_data", "audio_data")}
+        conversation, turn = int(request_id.removeprefix("det-")), len(self.turns.get(request_id, ()))
+        self.server.count = 100 * conversation + turn  # which names the noise of a request, else by its arrival
         found = await self.server.generate(f"{request_id}-turn", prompt_ids, sampling_params, **given)
         self.turns.setdefault(request_id, []).append((list(prompt_ids), found))
         return found

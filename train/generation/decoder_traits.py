@@ -78,6 +78,11 @@ def replacement_ids(tokenizer: Decodes) -> list[int]:
     return ids if tokenizer.decode(ids) == REPLACEMENT else []
 
 
+def reads_bytes(tokenizer: Any) -> bool:
+    """Whether each character of a token is a byte in GPT-2's alphabet."""
+    return any(step["type"] == "ByteLevel" for step in _steps(tokenizer))
+
+
 def byte_of(tokenizer: Any, token: int) -> int | None:
     """The value of a token that is written as a byte, such as <0xE4>; None for others."""
     written = BYTE.fullmatch(_name(tokenizer, token) or "")

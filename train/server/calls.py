@@ -33,10 +33,10 @@ def tools_of(body: Body, model: Model) -> list[dict[str, Any]]:
     for number, one in enumerate(given):
         _check_tool(Body(one, f"tools[{number}]."))
     choice, several = body.take("tool_choice", "auto"), body.flag("parallel_tool_calls", True)
-    if not given:
-        return []
     if choice not in ("auto", "none"):
         raise body.wrong("tool_choice", '"auto" or "none": this server forces no call')
+    if not given:
+        return []
     if not several:
         raise body.wrong("parallel_tool_calls", "true, or left out: an answer may have several calls")
     if choice == "none":

@@ -35,12 +35,20 @@ def asked_of(body: Body, model: Model, grammars: Grammars, check_room: Callable[
     else:
         nats = likeliest or 0
     tools = tools_of(body, model)
-    max_new = body.integer("max_tokens", body.integer("max_completion_tokens", low=1), low=1)
+    max_new = _limit(body)
     body.finish(WITHOUT_EFFECT, HARMLESS)
     prompt = model.chat_prompt(messages, urls, extra | {"tools": tools} if tools else extra)
     max_new = max(1, capacity - len(prompt.ids)) if max_new is None else max_new
     requests = how.requests([prompt], max_new, nats or 0)
     return Asked([prompt], requests, how.n, nats, False, how.stream, how.usage, bool(tools))
+
+
+def _limit(body: Body) -> int | None:
+    """The tokens of an answer, by its old name or its new one."""
+    old, new = (body.integer(name, low=1) for name in ("max_tokens", "max_completion_tokens"))
+    if None not in (old, new) and old != new:
+        raise body.wrong("max_completion_tokens", f"left out, or max_tokens, which is {old}")
+    return old if new is None else new
 
 
 def _messages(body: Body) -> tuple[list[dict[str, Any]], list[str]]:
@@ -77,16 +85,29 @@ def _message(number: int, given: dict[str, Any], urls: list[str]) -> dict[str, A
 
 
 def _part(where: str, given: Any, urls: list[str]) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, dict) else None
-    if kind == "text" and isinstance(given.get("text"), str):
-        return {"type": "text", "text": given["text"]}
-    if kind == "image_url":
-        url = given.get("image_url")
-        url = url.get("url") if isinstance(url, dict) else url
-        if isinstance(url, str):
-            urls.append(url)
-            return {"type": "image"}
-    raise ApiError(400, f"{where} must be a part of type text or image_url, with a text or a URL.", param="messages")
+    part = Body(given if isinstance(given, dict) else {}, f"{where}.")
+    kind, found = part.take("type"), None
+    if kind == "text" and isinstance(text := part.take("text"), str):
+        found = {"type": "text", "text": text}
+    if kind == "image_url" and isinstance(url := _url(part, where), str):
+        urls.append(url)
+        found = {"type": "image"}
+    if found is None:
+        must = "must be a part of type text or image_url, with a text or a URL"
+        raise ApiError(400, f"{where} {must}.", param="messages")
+    part.finish(harmless=("cache_control",))  # what other servers keep of a prompt, which changes no token
+    return found
+
+
+def _url(part: Body, where: str) -> Any:
+    """The URL of a picture, which may stand in an object."""
+    given = part.take("image_url")
+    if not isinstance(given, dict):
+        return given
+    picture = Body(given, f"{where}.image_url.")
+    url = picture.take("url")
+    picture.finish(harmless=("detail",))
+    return url
 
 
 def _reason(piece: Piece, calls: list[dict[str, Any]]) -> str | None:
@@ -139,6 +160,5 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
     def _token(self, one: TokenNats) -> dict[str, Any]:
-        text = self._model.token_text(one.token)
-        known = None if "\ufffd" in text else list(text.encode())  # a part of a character has no text
-        return {"token": text, "logprob": one.logp, "bytes": known}
+        data = self._model.token_bytes.of(one.token)  # a part of a character has no text of its own
+        return {"token": data.decode(errors="replace"), "logprob": one.logp, "bytes": list(data)}

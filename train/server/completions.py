@@ -85,17 +85,25 @@ class CompletionForm:
         return {"text": piece.text, "logprobs": nats, "finish_reason": piece.reason}
 
     def _nats(self, tokens: list[TokenNats], offset: int) -> dict[str, Any]:
-        texts, offsets = [self._model.token_text(one.token) for one in tokens], list[int]()
-        for text in texts:
+        texts, offsets = [self._text(one.token) for one in tokens], list[int]()
+        for one in tokens:
             offsets.append(offset)
-            offset += len(text)
+            offset += len(self._model.token_bytes.of(one.token).decode(errors="replace"))
         best = [None if one.logp is None else self._by_text(one.likeliest) for one in tokens]
         values = [one.logp for one in tokens]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": best, "text_offset": offsets}
+
+    def _text(self, token: int) -> str:
+        """The text of a token; a part of a character as bytes:\\xe4, the form that OpenAI's servers write."""
+        data = self._model.token_bytes.of(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _by_text(self, likeliest: Any) -> dict[str, float]:
         """{text: log-probability}, of tokens with the same text that of the likeliest."""
         found: dict[str, float] = {}
         for token, logp in likeliest:
-            found.setdefault(self._model.token_text(token), logp)
+            found.setdefault(self._text(token), logp)
         return found

@@ -48,10 +48,9 @@ class Grammars:
         if kind not in ("json_object", "json_schema"):
             raise form.wrong("type", '"text", "json_object" or "json_schema"')
         schema: Any = ANY_OBJECT
-        form.take("json_schema")
+        named = form.object("json_schema") if kind == "json_schema" else None
         form.finish()
         if kind == "json_schema":
-            named = form.object("json_schema")
             schema = None if named is None else named.take("schema")
             if named is None or not isinstance(schema, dict):
                 raise ApiError(400, "response_format.json_schema.schema must be an object.", param="response_format")

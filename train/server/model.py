@@ -3,7 +3,7 @@
 import base64
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from train.data.chat import Template, read_template, render_prompt
 from train.data.image_prompts import ImagePrompts, check_places, placeholder_in
 from train.eval import pretrained
 from train.generation.text import prompt_ids
+from train.generation.token_bytes import TokenBytes
 
 from .errors import ApiError, sentence
 from .worker import Served
@@ -50,7 +51,6 @@ class Model:
     served: Served
     ends: tuple[int, ...]
     pictures: ImagePrompts | None
-    _texts: dict[int, str] = field(default_factory=dict)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -68,11 +68,10 @@ class Model:
     def _placeholder(self) -> str | None:
         return None if self.pictures else placeholder_in(pretrained.weights_folder(self.folder), self.tokenizer)
 
-    def token_text(self, token: int) -> str:
-        """The text of a token alone."""
-        if token not in self._texts:
-            self._texts[token] = self.tokenizer.decode([token], skip_special_tokens=False)
-        return self._texts[token]
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """The bytes of each token."""
+        return TokenBytes(self.tokenizer)
 
     def check_name(self, name: Any) -> None:
         """ApiError for the name of another model."""

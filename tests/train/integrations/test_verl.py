@@ -252,6 +252,28 @@ def test_a_setting_that_is_not_honoured_must_have_its_default() -> None:
             check_supported(model, None, None, Settings(**{"needed": None} | wrong))
 
 
+def test_a_setting_of_the_rollout_that_would_change_answers_is_refused() -> None:
+    from verl.workers.config import RolloutConfig
+    from verl.workers.config.model import MtpConfig
+
+    from train.integrations.verl.settings import check_rollout
+
+    def rollout(**more: Any) -> Any:
+        return RolloutConfig(name="fnmodels", engine_kwargs=more.pop("engine_kwargs", {"vllm": {}}), **more)
+
+    check_rollout(rollout(gpu_memory_utilization=0.9, enforce_eager=True, val_kwargs=None, n=4))
+    check_rollout(rollout(engine_kwargs={"vllm": {"swap_space": 1}}))  # of another engine
+    wrong: dict[str, Any] = {"quantization": "fp8", "logprobs_mode": "raw_logprobs", "limit_images": 2}
+    for name, value in wrong.items():
+        with pytest.raises(NotImplementedError, match=f"rollout.{name} is {value!r}, which fnmodels does not have"):
+            check_rollout(rollout(**{name: value}))
+    nested = {"engine_kwargs": {"fnmodels": {"slots": 3}}, "mtp": MtpConfig(enable=True, enable_rollout=True)}
+    words = ("engine_kwargs.fnmodels.slots is 3", "mtp.enable_rollout is True")
+    for (name, value), said in zip(nested.items(), words, strict=True):
+        with pytest.raises(NotImplementedError, match=said):
+            check_rollout(rollout(**{name: value}))
+
+
 def support(name: str) -> Any:
     """The module tests/support/NAME.py; verl installs a package `tests` of its own."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"tests/support/{name}.py")

@@ -26,6 +26,9 @@ pytest.importorskip("uvicorn")
 
 TOKENIZER = byte_tokenizer()
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+# The byte of each token, read off characters of two to four bytes. Ten bytes occur in no text.
+CHARACTERS = "".join(map(chr, [*range(0x800), *range(0x1000, 0xD000, 64), *range(0x10000, 0x110000, 4096)]))
+BYTES = dict(zip(TOKENIZER.encode(CHARACTERS).ids, CHARACTERS.encode(), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,12 @@ def _generated(folder: Path, prompts: list[str], **options: Any) -> Any:
     return train.generate(params, config, ids, stop_ids=[257], tokenizer=TOKENIZER, compile="none", **options)
 
 
+def _written(token: int) -> str:
+    """A token as completions write it; each is a byte, or a special one."""
+    text = TOKENIZER.decode([token], skip_special_tokens=False)
+    return text if "\ufffd" not in text else f"bytes:\\x{BYTES.get(token, 0):02x}"
+
+
 def test_completions_are_those_of_generate(server: Served, folder: Path) -> None:
     """Choices of a request differ by their number, as equal prompts of `generate` do; logprobs are its own."""
     body = {"prompt": "Hello", "max_tokens": 6, "n": 3, "seed": 5, "temperature": 0.7, "top_p": 0.9, "logprobs": 2}
@@ -54,7 +63,8 @@ def test_completions_are_those_of_generate(server: Served, folder: Path) -> None
     for choice, logp, tokens in zip(answer["choices"], wanted.logp, wanted.tokens, strict=True):
         nats = choice["logprobs"]
         assert nats["token_logprobs"] == pytest.approx(logp.tolist(), abs=1e-5)
-        assert nats["tokens"] == [TOKENIZER.decode([token]) for token in tokens]
+        assert nats["tokens"] == [_written(token) for token in tokens]
+        assert all(len(best) == 2 for best in nats["top_logprobs"])  # parts of characters are not one text
         for text, own, best in zip(nats["tokens"], nats["token_logprobs"], nats["top_logprobs"], strict=True):
             assert max(best.values()) >= own and best.get(text, own) >= own
     used = sum(map(len, wanted.tokens))
@@ -108,6 +118,7 @@ def test_chats_are_rendered_by_the_template(server: Served, folder: Path) -> Non
     nats = choice["logprobs"]["content"]
     assert [one["logprob"] for one in nats] == pytest.approx(wanted.logp[0].tolist(), abs=1e-5)
     assert all(len(one["top_logprobs"]) == 2 for one in nats)
+    assert all(one["bytes"] == [BYTES.get(token, 0)] for one, token in zip(nats, wanted.tokens[0], strict=True))
     events = server.events(CHAT, body)
     deltas = [event["choices"][0]["delta"] for event in events]
     assert "".join(delta["content"] for delta in deltas) == wanted.texts[0]
@@ -135,6 +146,13 @@ def test_answers_follow_a_json_schema(server: Served) -> None:
     for choice in server.send(CHAT, body)[1]["choices"]:
         assert re.fullmatch(r'\{"age":\d{1,3}\}', choice["message"]["content"]) and choice["finish_reason"] == "stop"
         assert 0 <= json.loads(choice["message"]["content"])["age"] <= 120
+
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def _parts(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
 
 
 WRONG: list[tuple[str, Any, int, str]] = [
@@ -195,6 +213,29 @@ WRONG: list[tuple[str, Any, int, str]] = [
         "response_format.json_schema.x is not supported",
     ),
     (TEXT, {"prompt": "a", "stream": True, "stream_options": {"user": 1}}, 400, "stream_options.user is not supported"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "this server forces no call"),
+    (CHAT, {"messages": HELLO, "tool_choice": 17}, 400, "tool_choice is 17"),
+    (
+        CHAT,
+        {"messages": HELLO, "max_tokens": 3, "max_completion_tokens": 4},
+        400,
+        "left out, or max_tokens, which is 3",
+    ),
+    (CHAT, {"messages": [HELLO[0] | {"foo": "bar"}]}, 400, "'foo' of turn 1 of 1"),
+    (CHAT, {"messages": [_parts({"type": "text", "text": "a", "foo": 1})]}, 400, "messages[0].content[0].foo is not"),
+    (CHAT, {"messages": [_parts({"type": "text", "text": "a", "image_url": ""})]}, 400, "content[0].image_url is not"),
+    (
+        CHAT,
+        {"messages": [_parts({"type": "image_url", "image_url": {"url": "data:", "size": 3}})]},
+        400,
+        "messages[0].content[0].image_url.size is not supported",
+    ),
+    (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+        400,
+        "response_format.json_schema is not supported",
+    ),
     ("/v1/nothing", {}, 404, "Not Found"),
     ("/v1/models/other", None, 404, "There is no model 'other'"),
 ]

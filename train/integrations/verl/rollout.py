@@ -31,7 +31,7 @@ from train.handover.bucket import Bucket, as_stored, buckets, received
 
 from .pictures import PromptImages
 from .routing import layers_of
-from .settings import DTYPES
+from .settings import DTYPES, check_rollout
 
 NAME = "fnmodels"
 SLOTS = 64  # answers that are generated at once
@@ -317,6 +317,7 @@ class Replica(RolloutReplica):
     """A server for each process of the trainer. ValueError for replicas of several processes."""
 
     async def launch_servers(self) -> None:
+        check_rollout(self.config)
         if self.world_size != 1:
             raise ValueError(
                 f"The rollout's tensor_model_parallel_size x data x pipeline is {self.world_size}, and a replica of "

@@ -40,6 +40,24 @@ HONOURED: dict[str, set[str]] = {
         *("zero_indexed_step", "override_optimizer_config"),
     },
     "checkpoint": {"save_contents", "load_contents"},
+    "rollout": {
+        # read here, or by verl's trainer and agent loop
+        *("name", "mode", "nnodes", "n_gpus_per_node", "temperature", "top_k", "top_p", "do_sample", "n", "seed"),
+        *("repetition_penalty", "full_determinism", "over_sample_rate", "prompt_length", "response_length", "dtype"),
+        *("ignore_eos", "free_cache_engine", "val_kwargs", "max_model_len", "max_num_seqs", "calculate_log_probs"),
+        *("log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz"),
+        *("log_prob_max_token_len_per_gpu", "agent", "trace", "multi_turn", "custom", "checkpoint_manager_class"),
+        *("checkpoint_engine", "profiler", "router_config_path", "enable_rollout_routing_replay", "server"),
+        # a replica of several processes is refused by their number
+        *("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"),
+        # memory, speed and logs of other engines, which change no answer
+        *("gpu_memory_utilization", "standalone_gpu_memory_utilization", "enforce_eager", "cudagraph_capture_sizes"),
+        *("max_num_batched_tokens", "scheduling_policy", "disable_log_stats", "multi_stage_wake_up", "prometheus"),
+        *("enable_chunked_prefill", "enable_prefix_caching", "load_format", "layered_summon", "layer_name_map"),
+        *("sglang_engine_mode", "skip_tokenizer_init", "enable_sleep_mode", "moe_load_balance_metrics_interval"),
+        # checked apart, the last one by verl
+        *("engine_kwargs", "mtp", "disaggregation"),
+    },
 }
 # of model.override_config: transformers' attention (here `engine.kernel`), and ids that verl reads
 WITHOUT_MEANING = {"attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"}
@@ -80,19 +98,35 @@ def check_supported(model: Any, engine: Any, optimizer: Any, checkpoint: Any) ->
     """
     sections = {"model": model, "engine": engine, "optim": optimizer, "checkpoint": checkpoint}
     for section, given in sections.items():
-        if given is None:  # a forward-only engine may have no optimizer
-            continue
-        for field in dataclasses.fields(given):
-            value, default = getattr(given, field.name), _default(field)
-            if field.name not in HONOURED[section] and (value or default) and value != default:
-                raise NotImplementedError(f"{section}.{field.name} is {value!r}, which fnmodels does not have.")
-    for name, value in _nested(model, engine).items():
-        if value:
-            raise NotImplementedError(f"{name} is {value!r}, which fnmodels does not have.")
+        if given is not None:  # a forward-only engine may have no optimizer
+            _check_defaults(section, given)
+    _check_empty(_nested(model, engine))
     if model.hf_config_path != model.path:
         raise NotImplementedError(f"model.hf_config_path is {model.hf_config_path!r}, and fnmodels reads model.path.")
     if missing := {"model", "optimizer", "extra"} - set(checkpoint.load_contents):
         raise NotImplementedError(f"checkpoint.load_contents lacks {min(missing)!r}; fnmodels loads whole steps.")
+
+
+def check_rollout(config: Any) -> None:
+    """NotImplementedError for a setting of the rollout that would change its answers and is not honoured."""
+    _check_defaults("rollout", config)
+    own = (config.engine_kwargs or {}).get("fnmodels") or {}
+    nested = {f"rollout.engine_kwargs.fnmodels.{name}": value for name, value in own.items()}
+    nested["rollout.mtp.enable_rollout"] = getattr(config.mtp, "enable_rollout", False)
+    _check_empty(nested)
+
+
+def _check_defaults(section: str, given: Any) -> None:
+    for field in dataclasses.fields(given):
+        value, default = getattr(given, field.name), _default(field)
+        if field.name not in HONOURED[section] and (value or default) and value != default:
+            raise NotImplementedError(f"{section}.{field.name} is {value!r}, which fnmodels does not have.")
+
+
+def _check_empty(nested: dict[str, Any]) -> None:
+    for name, value in nested.items():
+        if value:
+            raise NotImplementedError(f"{name} is {value!r}, which fnmodels does not have.")
 
 
 def _default(field: Any) -> Any:

@@ -63,7 +63,7 @@ def place_of(data: bytes) -> tuple[str, int] | tuple[None, None]:
     """(model_id, seq_id) of a message ForwardBackwardRequest, whatever else is wrong in it; None where they are not
     to be read."""
     try:
-        fields = _fields(data)
+        fields = _fields(data, None)
         return _text(fields, 1), _last(fields, 2)
     except ValueError:
         return None, None
@@ -71,38 +71,46 @@ def place_of(data: bytes) -> tuple[str, int] | tuple[None, None]:
 
 def training_pass(data: bytes) -> TrainingPass:
     """The message in the body of a request. ValueError for other bytes, and for what is not supported."""
-    fields = _fields(data)
-    config = {}
-    for pair in _messages(fields, 5):
-        double = _last_bytes(pair, 2) or bytes(8)
-        if len(double) != 8:
-            raise ValueError(f"loss_fn_config has {len(double)} bytes as {_text(pair, 1)!r}; a number has 8.")
-        config[_text(pair, 1)] = struct.unpack("<d", double)[0]
-    values = {_text(pair, 1): _fields(_last_bytes(pair, 2)) for pair in _messages(fields, 7)}
+    fields = _fields(data, 7)
+    config = {_text(pair, 1): _double(pair, _text(pair, 1)) for pair in _messages(fields, 5, 2)}
+    # newer clients write numbers a second time, beside texts
+    values = {_text(pair, 1): _fields(_last_bytes(pair, 2), 2) for pair in _messages(fields, 7, 2)}
+    texts = {name: _text(value, 2) for name, value in values.items() if 2 in value}
+    config |= {name: _double({2: value.get(1, [])}, name) for name, value in values.items() if name not in texts}
+    data_of = _messages(fields, 3, 4)
     return TrainingPass(
         _text(fields, 1),
         _last(fields, 2),
-        [_datum(one) for one in _messages(fields, 3)],
-        [[_span(span) for span in _messages(one, 3)] for one in _messages(fields, 3)],
+        [_datum(one) for one in data_of],
+        [[_span(span) for span in _messages(one, 3, 2)] for one in data_of],
         _text(fields, 4),
         config,
-        {name: _text(value, 2) for name, value in values.items() if 2 in value},
+        texts,
         bool(_last(fields, 6)),
     )
 
 
+def _double(pair: Fields, name: str) -> float:
+    """The number of an entry of loss_fn_config, 0 where the message leaves it out."""
+    double = _last_bytes(pair, 2) if pair.get(2) else bytes(8)
+    if len(double) != 8:
+        raise ValueError(f"loss_fn_config has {len(double)} bytes as {name!r}; a number has 8.")
+    number: float = struct.unpack("<d", double)[0]
+    return number
+
+
 def _datum(fields: Fields) -> types.Datum:
-    chunks = [_chunk(chunk) for chunk in _messages(fields, 1)]
+    chunks = [_chunk(chunk) for chunk in _messages(fields, 1, 3)]
     inputs = {}
-    for pair in _messages(fields, 2):
-        inputs[_text(pair, 1)] = Values(_tensor(_fields(_last_bytes(pair, 2))))
+    for pair in _messages(fields, 2, 2):
+        inputs[_text(pair, 1)] = Values(_tensor(_fields(_last_bytes(pair, 2), 4)))
     return types.Datum(types.ModelInput(chunks), inputs)
 
 
 def _chunk(fields: Fields) -> types.Chunk:
-    if texts := _messages(fields, 1):
+    if texts := _messages(fields, 1, 1):
         return types.EncodedTextChunk(_array(_last_bytes(texts[-1], 1), np.int32).tolist())
-    images = _messages(fields, 2)
+    images = _messages(fields, 2, 4)
     if not images:
         raise ValueError("A chunk of a datum is neither encoded text nor an image; sounds are not supported here.")
     image = images[-1]
@@ -114,7 +122,7 @@ def _chunk(fields: Fields) -> types.Chunk:
 
 def _span(fields: Fields) -> Span:
     sampled = 2 in fields
-    found = _messages(fields, 2 if sampled else 1)
+    found = _messages(fields, 2 if sampled else 1, 3)
     if not found:
         raise ValueError("A span of a datum names neither tokens of a prompt nor sampled ones.")
     return Span(sampled, _text(found[-1], 1), _last(found[-1], 2), _last(found[-1], 3))
@@ -130,7 +138,7 @@ def _array(data: bytes, dtype: Any) -> "np.ndarray[Any, Any]":
 
 def _tensor(fields: Fields) -> Tensor:
     """An entry of a datum, dense also where the message has it in compressed sparse rows."""
-    sparse = _messages(fields, 2)
+    sparse = _messages(fields, 2, 3)
     kind, raw = _last(fields, 3), _last_bytes(sparse[-1] if sparse else fields, 1)
     if kind == BFLOAT16:
         values = torch.from_numpy(_array(raw, np.int16)).view(torch.bfloat16).float()
@@ -271,10 +279,15 @@ def _table(rows: Likeliest, k: int) -> bytes:
     return _field(1, ids.tobytes()) + _field(2, nats.tobytes()) + _field(3, k) + _field(4, len(rows))
 
 
-def _fields(data: bytes) -> Fields:
-    """{number: values in order}: integers of varints, bytes of all others. ValueError for bytes that are no message."""
+def _fields(data: bytes, last: int | None) -> Fields:
+    """{number: values in order}: integers of varints, bytes of all others. ValueError for bytes that are no message.
+
+    last: the last number that the message has in the protocol, beyond which a field is refused; None: any is taken.
+    """
     found: Fields = {}
     for number, value in _read(data):
+        if last is not None and not 0 < number <= last:
+            raise ValueError(f"A message has a field {number}, which is none of the {last} that this server knows.")
         found.setdefault(number, []).append(value)
     return found
 
@@ -332,11 +345,11 @@ def _number(value: int) -> bytes:
     return bytes([*found, value])
 
 
-def _messages(fields: Fields, number: int) -> list[Fields]:
-    """All messages that stand under a number. ValueError for something else there."""
+def _messages(fields: Fields, number: int, last: int | None) -> list[Fields]:
+    """All messages that stand under a number. ValueError for something else there. last: as in `_fields`."""
     if not all(isinstance(value, bytes) for value in fields.get(number, [])):
         raise ValueError(f"The field {number} of a message must be a message.")
-    return [_fields(value) for value in fields.get(number, [])]
+    return [_fields(value, last) for value in fields.get(number, [])]
 
 
 def _last(fields: Mapping[int, list[Any]], number: int) -> int:

@@ -53,7 +53,7 @@ def _asked(server: Served, **fields: Any) -> Any:
     """The fields of the message SampleResponse."""
     content = _result(server, _post(server, "asample", _body(**fields))["request_id"])
     assert isinstance(content, str), content
-    return _fields(content.encode(errors="surrogateescape"))
+    return _fields(content.encode(errors="surrogateescape"), None)
 
 
 def _tensor(message: Any) -> Tensor:
@@ -69,7 +69,7 @@ def _dense(ids: Tensor) -> dict[str, Any]:
 def test_a_dense_table_has_the_log_probabilities_of_its_ids(server: Served, wanted: Tensor) -> None:
     ids = torch.randint(0, 260, (PLACES, 4), generator=torch.Generator().manual_seed(0))
     ids[1, 2:], ids[3] = -1, -1
-    found = _tensor(_messages(_asked(server, target_prompt_logprobs=_dense(ids)), 5)[0])
+    found = _tensor(_messages(_asked(server, target_prompt_logprobs=_dense(ids)), 5, None)[0])
     expected = wanted.gather(1, ids.clamp(min=0)).masked_fill(ids == -1, 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert bool((found[ids == -1] == 0).all()) and bool((found[ids != -1] < 0).all())
@@ -79,8 +79,8 @@ def test_a_sparse_table_comes_back_in_its_layout(server: Served, wanted: Tensor)
     rows, columns, ids = [0, 2, 2, 3, 3, 5], [1, 7, 3, 0, 2], [70, -1, 71, 72, 73]
     given = {"data": ids, "dtype": "int64", "shape": [PLACES, 9]}
     given |= {"sparse_crow_indices": rows, "sparse_col_indices": columns}
-    message = _messages(_asked(server, target_prompt_logprobs=given), 5)[0]
-    sparse = _messages(message, 2)[0]
+    message = _messages(_asked(server, target_prompt_logprobs=given), 5, None)[0]
+    sparse = _messages(message, 2, None)[0]
     values, *layout = (
         _array(_last_bytes(sparse, n), kind).tolist() for n, kind in ((1, np.float32), (2, np.int64), (3, np.int64))
     )
@@ -99,16 +99,16 @@ def test_only_the_last_places_are_scored_where_the_request_says_so(server: Serve
     assert np.isnan(nats[:4]).all() and len(nats) == len(TOKENS)
     own = wanted[torch.arange(PLACES), torch.tensor(TOKENS[1:])]
     assert nats[4:].tolist() == pytest.approx(own[3:].tolist(), abs=1e-5)
-    best = _array(_last_bytes(_messages(found, 3)[0], 2), np.float32).reshape(-1, 2)
+    best = _array(_last_bytes(_messages(found, 3, None)[0], 2), np.float32).reshape(-1, 2)
     assert (best[:4] == -99999.0).all() and best[4:].tolist() == pytest.approx(wanted.topk(2).values[3:], abs=1e-5)
     # which says nothing of the two others
-    torch.testing.assert_close(_tensor(_messages(found, 5)[0])[:, 0], wanted[:, 70], rtol=1e-5, atol=1e-5)
-    assert _tensor(_messages(_messages(found, 6)[0], 1)[0]).shape == (PLACES, 1)
+    torch.testing.assert_close(_tensor(_messages(found, 5, None)[0])[:, 0], wanted[:, 70], rtol=1e-5, atol=1e-5)
+    assert _tensor(_messages(_messages(found, 6, None)[0], 1, None)[0]).shape == (PLACES, 1)
 
 
 def _drawn(server: Served, **fields: Any) -> tuple[Tensor, Tensor]:
-    message = _messages(_asked(server, **fields), 6)[0]
-    return _tensor(_messages(message, 1)[0]), _tensor(_messages(message, 2)[0])
+    message = _messages(_asked(server, **fields), 6, None)[0]
+    return _tensor(_messages(message, 1, None)[0]), _tensor(_messages(message, 2, None)[0])
 
 
 def test_draws_have_the_model_s_log_probabilities_and_the_requests_temperature(server: Served, wanted: Tensor) -> None:

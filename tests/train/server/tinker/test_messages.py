@@ -60,6 +60,12 @@ WRONG: list[tuple[Any, str]] = [
     (field(1, b"\xff\xfe"), "must be a text in UTF-8"),
     (field(1, 3), "field 1 of a message must be bytes"),
     (field(2, b"1"), "field 2 of a message must be a number"),
+    (field(99, b"x"), "has a field 99, which is none of the 7 that this server knows"),
+    (field(3, field(5, b"x")), "has a field 5, which is none of the 4"),
+    (_datum(field(1, NUMBERS) + field(3, 1) + field(6, 1)), "has a field 6, which is none of the 4"),
+    (field(3, field(3, field(1, field(9, 1)))), "has a field 9, which is none of the 3"),
+    (field(7, field(1, b"low") + field(2, field(3, 1))), "has a field 3, which is none of the 2"),
+    (field(7, field(1, b"low") + field(2, field(1, b"half"))), "has 4 bytes as 'low'; a number has 8"),
 ]
 
 
@@ -67,6 +73,11 @@ WRONG: list[tuple[Any, str]] = [
 def test_a_wrong_message_gets_a_sentence(message: bytes, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         training_pass(message)
+
+
+def test_numbers_of_a_loss_are_read_from_both_places() -> None:
+    """Newer clients write them twice; texts stand in the second place alone."""
+    assert training_pass(_good()).config == {"low": 0.5, "high": 0.5}
 
 
 def test_no_damage_of_a_message_is_another_error() -> None:
