@@ -16,9 +16,9 @@ from train.data.chat import Template, read_template, render_prompt
 from train.data.image_prompts import ImagePrompts, check_places, placeholder_in
 from train.eval import pretrained
 from train.generation.text import prompt_ids
-from train.generation.token_bytes import TokenBytes
 
 from .errors import ApiError, sentence
+from .token_bytes import TokenBytes
 from .worker import Served
 
 PICTURES = 16  # of one request

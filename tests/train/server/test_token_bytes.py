@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.served import byte_tokenizer
-from train.generation.token_bytes import TokenBytes
+from train.server.token_bytes import TokenBytes
 
 TEXT = "the fox é 안녕 🦊 the\n"
 FALLBACK = ["<unk>", "▁", "the", "▁the", "▁fox", "é", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -7,7 +7,7 @@ too little. Bytes of neighbouring tokens joined are the text.
 from functools import cached_property
 from typing import Any
 
-from .decoder_traits import byte_of, reads_bytes, replacement_ids
+from train.generation.decoder_traits import byte_of, reads_bytes, replacement_ids
 
 # GPT-2's alphabet: printable characters of Latin-1 stand for their own byte, others for the rest in order.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
