@@ -23,7 +23,7 @@ from params.quantized.kept import KeptWeight, may_stay
 
 from .from_tensors import from_tensors
 from .shard_index import as_lines
-from .tensor_map import StoredLeaf, by_name, stored_leaves
+from .tensor_map import StoredLeaf, by_name, drop_optional, stored_leaves
 
 
 def is_gguf(path: Path) -> bool:
@@ -77,6 +77,7 @@ def described(file: GgufFile) -> tuple[Any, dict[str, Stored]]:
     values = config_values(file)
     config = config_class(family_reading(values, None)).from_hf(values)
     stored = stored_tensors(file, architecture_of(file), values)
+    config, _ = drop_optional(config, (), stored)
     from_tensors(
         config,
         ((name, torch.empty(shape_of(file, stored_name), device="meta")) for name, stored_name in stored.items()),

@@ -75,6 +75,7 @@ class Architecture:
         sized: more names of a layer, whose changes need the fields of config.json.
         top: names of modules outside of layers.
         root: of the names of layers.
+        base: the fields that models of its kind share, of the metadata and the key of the epsilon of norms.
     """
 
     constants: Mapping[str, Any]
@@ -91,6 +92,7 @@ class Architecture:
     sized: Callable[[Mapping[str, Any]], Names] = no_names
     top: Names = field(default_factory=lambda: TOP)
     root: str = "model.layers"
+    base: Callable[[Metadata, str], ConfigJson] = decoder_fields
 
     def fields(self, metadata: Metadata, file: GgufFile) -> ConfigJson:
         """The content of config.json. ConfigError and UnsupportedError name a key."""
@@ -99,13 +101,14 @@ class Architecture:
         more |= {name: metadata.number(key) for name, key in self.numbers.items()}
         more |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in self.flags.items()}
         key = "attention.layer_norm_rms_epsilon" if self.epsilon is None else "attention.layer_norm_epsilon"
-        base = decoder_fields(metadata, key)
+        base = self.base(metadata, key)
         if self.epsilon is not None:
             base[self.epsilon] = base.pop("rms_norm_eps")
             metadata.take("attention.layer_norm_rms_epsilon")  # which llama.cpp does not read for these norms
         if self.with_head_dim:
             base |= {"head_dim": metadata.head_dim}
-        values = base | _factors(file, base, metadata) | dict(self.constants) | more
+        factors = {} if "rope_parameters" in more else _factors(file, base, metadata)
+        values = base | factors | dict(self.constants) | more
         return {name: value for name, value in values.items() if name not in self.without}
 
 

@@ -10,9 +10,9 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, long_factors
 from .header import GgufFile
-from .metadata import Metadata, rope_scaling
+from .metadata import Metadata, rms_epsilon, rope_scaling
 
-_GEMMA = {
+GEMMA = {
     **LAYER,
     "ffn_norm": "pre_feedforward_layernorm",
     "post_attention_norm": "post_attention_layernorm",
@@ -50,7 +50,7 @@ def sliding_layers(metadata: Metadata) -> ConfigJson:
     }
 
 
-def _phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+def phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
     original = metadata.integer("rope.scaling.original_context_length", 4096)
     fields: ConfigJson = {
         "original_max_position_embeddings": original,
@@ -73,7 +73,7 @@ def _gemma2(metadata: Metadata, file: GgufFile) -> ConfigJson:
     }
 
 
-def _gemma3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+def gemma3(metadata: Metadata, file: GgufFile) -> ConfigJson:
     layers = metadata.layers
     widest = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
     pattern = metadata.integer("attention.sliding_window_pattern", 6)
@@ -114,6 +114,11 @@ def _olmo2(metadata: Metadata, file: GgufFile) -> ConfigJson:
         return {}
     metadata.expect("rope.freq_base_swa", metadata.number("rope.freq_base", 10000.0))
     return {"model_type": "olmo3", **sliding_layers(metadata)}
+
+
+def _exaone(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    rms_epsilon(metadata)
+    return {}
 
 
 def _exaone4(metadata: Metadata, file: GgufFile) -> ConfigJson:
@@ -168,6 +173,27 @@ def lfm2(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return {"layer_types": kinds, "conv_L_cache": metadata.integer("shortconv.l_cache"), **norm}
 
 
+IN_ROPE = ("rope_theta", "rope_scaling")  # stand in rope_parameters
+HUNYUAN = LAYER | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+
+
+def hunyuan(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """The converter makes a theta of the growth of the base, `alpha`, and writes a factor of 1 beside it."""
+    metadata.expect("rope.scaling.factor", 1.0)
+    metadata.take("rope.scaling.original_context_length")
+    return {}
+
+
+def vision_rope(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Frequencies of time, height and width, one for text; images come from another file, with their layers' part."""
+    metadata.take("n_deepstack_layers")
+    theta = metadata.number("rope.freq_base", 10000.0)
+    rope = {"rope_type": "default", "rope_theta": theta, **rope_scaling(metadata).get("rope_scaling", {})}
+    if sections := metadata.take("rope.dimension_sections"):
+        rope |= {"mrope_section": sections[:3], "mrope_interleaved": metadata.architecture != "qwen2vl"}
+    return {"rope_parameters": rope}
+
+
 def _of(model_type: str, act: str = "silu") -> dict[str, str]:
     return {"model_type": model_type, "hidden_act": act}
 
@@ -201,7 +227,7 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
         "mistral3": Architecture(
             _of("ministral3"),
             more=_ministral3,
-            without=("rope_theta", "rope_scaling"),
+            without=IN_ROPE,
             with_head_dim=True,
             interleaved=True,
         ),
@@ -229,7 +255,7 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             epsilon="layer_norm_eps",
             top=TOP | {"output_norm": "model.final_layernorm"},
         ),
-        "phi3": Architecture(_of("phi3"), LAYER | FUSED, more=_phi3),
+        "phi3": Architecture(_of("phi3"), LAYER | FUSED, more=phi3),
         "nemotron": Architecture(
             _of("nemotron", "relu2"),
             _PLAIN_MLP,
@@ -246,6 +272,26 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
             epsilon="layer_norm_eps",
             with_head_dim=True,
         ),
+        "exaone": Architecture(
+            {"model_type": "exaone"},
+            {
+                "attn_norm": "ln_1",
+                **{f"attn_{name}": f"attn.attention.{name}_proj" for name in "qkv"},
+                "attn_output": "attn.attention.out_proj",
+                "ffn_norm": "ln_2",
+                "ffn_gate": "mlp.c_fc_0",
+                "ffn_up": "mlp.c_fc_1",
+                "ffn_down": "mlp.c_proj",
+            },
+            more=_exaone,
+            top={"token_embd": "transformer.wte", "output_norm": "transformer.ln_f", "output": "lm_head"},
+            root="transformer.h",
+        ),
+        "hunyuan-dense": Architecture(
+            _of("hunyuan_v1_dense"), HUNYUAN, flags=_BIASES, more=hunyuan, with_head_dim=True
+        ),
+        "qwen2vl": Architecture(_of("qwen2"), more=vision_rope, without=IN_ROPE),
+        "qwen3vl": Architecture(_of("qwen3"), more=vision_rope, without=IN_ROPE, with_head_dim=True),
         "stablelm": Architecture(
             _of("stablelm"), flags={"use_qkv_bias": "attn_q.bias"}, more=_stablelm, epsilon="layer_norm_eps"
         ),
@@ -269,15 +315,15 @@ DENSE: Mapping[str, Architecture] = MappingProxyType(
         "gemma": Architecture({"model_type": "gemma", "hidden_activation": _TANH}, with_head_dim=True, norm_offset=1.0),
         "gemma2": Architecture(
             {"model_type": "gemma2", "hidden_activation": _TANH},
-            _GEMMA,
+            GEMMA,
             more=_gemma2,
             with_head_dim=True,
             norm_offset=1.0,
         ),
         "gemma3": Architecture(
             {"model_type": "gemma3_text", "hidden_activation": _TANH},
-            _GEMMA,
-            more=_gemma3,
+            GEMMA,
+            more=gemma3,
             with_head_dim=True,
             norm_offset=1.0,
         ),

@@ -25,12 +25,12 @@ def as_it_is(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def _a_log(tensors: Sequence[Tensor]) -> Tensor:
+def a_log(tensors: Sequence[Tensor]) -> Tensor:
     """Decays, of which the file has -exp."""
     return torch.log(-tensors[0]).flatten()
 
 
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
+def flat(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0].flatten()
 
 
@@ -118,7 +118,7 @@ def _next_names(values: Mapping[str, Any]) -> Names:
         "attn_qkv.weight": both,
         "attn_gate.weight": both,
         "ssm_ba": "linear_attn.in_proj_ba",
-        "ssm_a": To("linear_attn.A_log", _a_log),
+        "ssm_a": To("linear_attn.A_log", a_log),
         "ssm_dt.bias": "linear_attn.dt_bias",
         "ssm_conv1d.weight": To("linear_attn.conv1d.weight", filters),
     }
@@ -172,12 +172,12 @@ def _granite(metadata: Metadata, file: GgufFile) -> ConfigJson:
 _MAMBA: dict[str, str | To] = {
     "ssm_in": "mamba.in_proj",
     "ssm_out": "mamba.out_proj",
-    "ssm_norm.weight": To("mamba.norm.weight", _flat),
+    "ssm_norm.weight": To("mamba.norm.weight", flat),
     "ssm_conv1d.weight": To("mamba.conv1d.weight", filters),
     "ssm_conv1d.bias": "mamba.conv1d.bias",
     "ssm_dt.bias": "mamba.dt_bias",
-    "ssm_a": To("mamba.A_log", _a_log),
-    "ssm_d": To("mamba.D", _flat),
+    "ssm_a": To("mamba.A_log", a_log),
+    "ssm_d": To("mamba.D", flat),
     # models without experts have the shared one alone
     "ffn_gate": "shared_mlp.input_linear",
     "ffn_up": "shared_mlp.input_linear",

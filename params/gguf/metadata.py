@@ -146,6 +146,29 @@ def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_
                 f"{metadata.path}: '{metadata.architecture}.{name}' is {other}, where heads have {head_dim} channels; "
                 "only equal ones are read."
             )
+    fields = {
+        **vocabulary(metadata),
+        "hidden_size": hidden,
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.number(epsilon),
+        "rope_theta": metadata.number("rope.freq_base", 10000.0),
+    }
+    return fields | ({"head_dim": head_dim} if head_dim * heads != hidden else {}) | rope_scaling(metadata)
+
+
+def rms_epsilon(metadata: Metadata) -> None:
+    """Reads the epsilon of RMS norms under the key of layer norms, as config.json calls it and newer files repeat."""
+    epsilon = metadata.take("attention.layer_norm_epsilon")
+    if metadata.take("attention.layer_norm_rms_epsilon") is None:
+        metadata.put("attention.layer_norm_rms_epsilon", epsilon)
+
+
+def vocabulary(metadata: Metadata) -> ConfigJson:
+    """The number of tokens, and whether the head has a matrix of its own."""
     embedding = metadata.tensors.get("token_embd.weight")
     if embedding is None:
         raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which gives the size of the vocabulary.")
@@ -155,19 +178,7 @@ def decoder_fields(metadata: Metadata, epsilon: str = "attention.layer_norm_rms_
             f"{metadata.path}: '{metadata.architecture}.vocab_size' is {count}, "
             f"and 'token_embd.weight' has {rows} rows."
         )
-    fields = {
-        "vocab_size": rows,
-        "hidden_size": hidden,
-        "intermediate_size": metadata.integer("feed_forward_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
-        "max_position_embeddings": metadata.integer("context_length"),
-        "rms_norm_eps": metadata.number(epsilon),
-        "rope_theta": metadata.number("rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in metadata.tensors,
-    }
-    return fields | ({"head_dim": head_dim} if head_dim * heads != hidden else {}) | rope_scaling(metadata)
+    return {"vocab_size": rows, "tie_word_embeddings": "output.weight" not in metadata.tensors}
 
 
 def rope_scaling(metadata: Metadata) -> ConfigJson:

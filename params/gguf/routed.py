@@ -9,7 +9,19 @@ from torch import Tensor
 from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import LAYER, Architecture, To, rows
-from .dense import GRANITE, LFM2, LFM2_TOP, lfm2, partial_rotary, sliding_layers
+from .dense import (
+    GRANITE,
+    HUNYUAN,
+    IN_ROPE,
+    LFM2,
+    LFM2_TOP,
+    hunyuan,
+    lfm2,
+    partial_rotary,
+    phi3,
+    sliding_layers,
+    vision_rope,
+)
 from .header import GgufFile
 from .metadata import Metadata, rope_scaling
 
@@ -210,6 +222,22 @@ def _lfm2_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return lfm2(metadata, file)
 
 
+def _hunyuan_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """One shared expert, as wide as the others."""
+    width = metadata.integer("feed_forward_length")
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        metadata.expect(name, width)
+    metadata.expect("expert_shared_count", 1)
+    return hunyuan(metadata, file)
+
+
+def _phi_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    """Its attention is that of Phi 3; the band of scores that share a weight is that of the published model."""
+    own = phi3(metadata, file)
+    own.pop("partial_rotary_factor")
+    return own | {"lm_head_bias": "output.bias" in file.tensors}
+
+
 def _of(model_type: str) -> dict[str, str]:
     return {"model_type": model_type, **_SILU}
 
@@ -226,6 +254,29 @@ ROUTED: Mapping[str, Architecture] = MappingProxyType(
             LAYER | experts(),
             QWEN,
             with_head_dim=True,
+        ),
+        "qwen3vlmoe": Architecture(
+            _of("qwen3_moe") | {"norm_topk_prob": True} | _EVERY_LAYER,
+            LAYER | experts(),
+            QWEN,
+            more=vision_rope,
+            without=IN_ROPE,
+            with_head_dim=True,
+        ),
+        "hunyuan-moe": Architecture(
+            _of("hunyuan_v1_moe"),
+            HUNYUAN | experts("mlp.gate.wg", "mlp.shared_mlp"),
+            {"num_experts": "expert_count", "moe_topk": "expert_used_count"},
+            flags={"attention_bias": "attn_q.bias"},
+            more=_hunyuan_moe,
+            with_head_dim=True,
+        ),
+        "phimoe": Architecture(
+            _of("phimoe"),
+            LAYER | _MIXTRAL,
+            {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+            flags={"attention_bias": "attn_q.bias"},
+            more=_phi_moe,
         ),
         "qwen2moe": Architecture(
             _of("qwen2_moe") | {"norm_topk_prob": False} | _EVERY_LAYER,

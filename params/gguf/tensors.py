@@ -14,7 +14,7 @@ from .header import GgufFile
 from .rotary_factors import LONG_FACTORS, ROPE_FACTORS
 
 # {rope_type: the tensors that became fields of config.json}
-_IN_CONFIG = {"llama3": (ROPE_FACTORS,), "longrope": tuple(LONG_FACTORS.values())}
+_IN_CONFIG = {"llama3": (ROPE_FACTORS,), "proportional": (ROPE_FACTORS,), "longrope": tuple(LONG_FACTORS.values())}
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,12 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
         architecture: of the file.
         values: of `config_values`.
     """
-    heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
+    heads = {}
+    if architecture.interleaved:
+        heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
     layer_names = {**architecture.layer, **architecture.sized(values)}
     order = {name.removesuffix(".weight"): i for i, name in enumerate(layer_names)}
-    scaling = values.get("rope_scaling") or {}
+    scaling = values.get("rope_scaling") or values.get("rope_parameters", {}).get("full_attention", {})
     in_config = _IN_CONFIG.get(str(scaling.get("rope_type", scaling.get("type"))), ())
     found: dict[str, Stored] = {}
     for name in sorted(file.tensors, key=lambda name: order.get(_split(name)[1], -1)):
@@ -62,7 +64,7 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
         if "{}" in path:
             found |= {path.format(expert): Stored((name,), expert) for expert in range(tensor.shape[0])}
             continue
-        turned = architecture.interleaved and module in heads and tensor.shape[0] % (2 * heads[module]) == 0
+        turned = module in heads and tensor.shape[0] % (2 * heads[module]) == 0
         before = found[path].names if path in found else ()
         found[path] = Stored((*before, name), None, heads[module] if turned else 0, change)
     return found

@@ -18,10 +18,11 @@ import params as P
 from fnmodels import tree
 from fnmodels.errors import UserError
 from fnmodels.models.common.registry import config_class, family_for
-from params.gguf.architectures import ARCHITECTURES
+from params.gguf.architectures import ARCHITECTURES, UNREAD
 from params.quantized.kept import KeptWeight
 from params.quantized.written import by_path
 from tests.support.cases import batch_of, off, segments
+from tests.support.gguf_converted import MODELS as CONVERTED
 from tests.support.gguf_files import ARCHITECTURE_OF, add_bytes, tensors_of, write_gguf
 from tests.support.gguf_models import MODELS
 
@@ -217,9 +218,21 @@ def test_a_missing_tensor_and_an_unknown_architecture_are_named(tmp_path: Path) 
     tensors = {name: one for name, one in tensors_of(LLAMA).items() if name != "model.layers.1.mlp.up_proj.weight"}
     with pytest.raises(P.MismatchError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: missing"):
         P.load_pretrained(write_gguf(tmp_path / "it.gguf", "llama", LLAMA, tensors))
-    path = write_gguf(tmp_path / "it.gguf", "bloom", LLAMA, {})
-    with pytest.raises(P.UnsupportedError, match=r"is 'bloom'; of GGUF files qwen2, .* llama, .* are read"):
-        P.load_pretrained(path)
+    for name, why in (
+        ("minicpm3", r"is read as a Hugging Face folder \(model type 'minicpm3'\), but not as GGUF"),
+        ("grok", "no family of this library is known to have it"),
+    ):
+        path = write_gguf(tmp_path / "it.gguf", name, LLAMA, {})
+        with pytest.raises(
+            P.UnsupportedError, match=rf"is '{name}'; .*{why}. Of GGUF files qwen2, .* llama, .* are read"
+        ):
+            P.load_pretrained(path)
+
+
+def test_architectures_that_are_not_read_are_llama_cpps_with_a_family_here() -> None:
+    assert not UNREAD.keys() & ARCHITECTURES.keys()
+    assert UNREAD.keys() - {"cohere2moe", "deepseek32", "deepseek4", "mellum"} <= set(gguf.MODEL_ARCH_NAMES.values())
+    assert all(family_for(model_type) for model_type in UNREAD.values())
 
 
 def header(*entries: bytes, tensors: int = 0, version: int = 3) -> bytes:
@@ -351,7 +364,8 @@ def test_another_file_says_what_to_do(name: str, message: str, tmp_path: Path) -
 
 
 def test_every_architecture_that_is_read_is_tested() -> None:
-    assert ARCHITECTURES.keys() == {ARCHITECTURE_OF.get(name, name) for name in MODELS}
+    converted = {architecture for architecture, _ in CONVERTED.values()}
+    assert ARCHITECTURES.keys() == {ARCHITECTURE_OF.get(name, name) for name in MODELS} | converted
 
 
 # Architectures that transformers' own reader of GGUF files has: what it makes of their tensors, with the right config.
