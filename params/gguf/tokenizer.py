@@ -1,9 +1,11 @@
 """The tokenizer of a GGUF file as the content of a tokenizer.json.
 
-Two kinds are read: BPE of bytes ("gpt2"), whose file has the merges and names the rule that cuts text before them, and
-SentencePiece's BPE ("llama"), whose merges follow from the scores of its pieces.
+Five kinds are read: BPE of bytes ("gpt2"), whose file has the merges and names the rule that cuts text before them;
+SentencePiece's BPE ("llama"), whose merges follow from the scores of its pieces, and Gemma 4's, whose file has them;
+WordPiece ("bert"); and SentencePiece's unigrams ("t5", of XLM-RoBERTa too).
 """
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +17,8 @@ Json = dict[str, Any]  # of a tokenizer.json or tokenizer_config.json
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
-_SPECIAL = ("bos", "eos", "unknown", "padding")
+_SPECIAL = ("bos", "eos", "unknown", "padding", "cls", "seperator", "mask")  # the spelling is the format's
+_BEGINS, _ENDS = "[CLS]", "[SEP]"
 
 # Rules by which text is cut before merges, one step after the other. A regular expression cuts around its matches.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -84,35 +87,37 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer.json. UnsupportedError: a kind or a rule that is not read; ConfigError: a value."""
     fields = _Fields(path, metadata)
     kind = fields.take("model", str)
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedError(f"{path}: 'tokenizer.ggml.model' is {kind!r}; of tokenizers gpt2 and llama are read.")
+    if kind not in _KINDS:
+        raise UnsupportedError(
+            f"{path}: 'tokenizer.ggml.model' is {kind!r}; of tokenizers {', '.join(_KINDS)} are read."
+        )
     tokens = fields.texts("tokens")
     if len(set(tokens)) != len(tokens):
         raise ConfigError(f"{path}: 'tokenizer.ggml.tokens' has a token twice.")
     types = fields.one_per_token("token_type", len(tokens), _NORMAL)
-    parts = _byte_bpe(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens, types)
+    parts = _KINDS[kind](fields, tokens, types)
+    if kind != "bert":
+        parts["post_processor"] = _post_processor(fields, tokens, parts["post_processor"])
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added(i, tokens[i], token_type) for i, token_type in enumerate(types) if token_type in (_CONTROL, _USER)
+            _added(i, _shown(tokens[i], token_type, kind), token_type)
+            for i, token_type in enumerate(types)
+            if token_type in (_CONTROL, _USER)
         ],
-        "post_processor": _post_processor(fields, tokens, parts.pop("post_processor")),
         **parts,
     }
 
 
-def _byte_bpe(fields: _Fields, tokens: list[str]) -> Json:
+def _byte_bpe(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
     rule = fields.take("pre", str, "default")
     if rule not in PRE_TOKENIZERS:
         raise UnsupportedError(
             f"{fields.path}: 'tokenizer.ggml.pre' is {rule!r}; the rules {', '.join(PRE_TOKENIZERS)} are read."
         )
-    merges = [pair.split(" ") for pair in fields.texts("merges")]
-    if any(len(pair) != 2 for pair in merges):
-        raise ConfigError(f"{fields.path}: 'tokenizer.ggml.merges' must have two pieces and a space in each text.")
-    model = _model(tokens, merges) | {"ignore_merges": rule in _WHOLE_WORDS_FIRST}
+    model = _model(tokens, _listed_merges(fields)) | {"ignore_merges": rule in _WHOLE_WORDS_FIRST}
     bytes_ = {**_BYTES, "use_regex": True}
     return {
         "normalizer": {"type": "NFC"} if rule == "qwen2" else None,
@@ -123,16 +128,32 @@ def _byte_bpe(fields: _Fields, tokens: list[str]) -> Json:
     }
 
 
+def _listed_merges(fields: _Fields) -> list[list[str]]:
+    merges = [pair.split(" ") for pair in fields.texts("merges")]
+    if any(len(pair) != 2 for pair in merges):
+        raise ConfigError(f"{fields.path}: 'tokenizer.ggml.merges' must have two pieces and a space in each text.")
+    return merges
+
+
+def _gemma4(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
+    """Pieces as SentencePiece's, with the merges of the file."""
+    return _pieces(fields, tokens, types, _listed_merges(fields))
+
+
 def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
     ids = {token: i for i, token in enumerate(tokens)}
     scores = fields.one_per_token("scores", len(tokens), 0.0)
+    return _pieces(fields, tokens, types, _merges(ids, scores, types))
+
+
+def _pieces(fields: _Fields, tokens: list[str], types: list[int], merges: list[list[str]]) -> Json:
     begins = fields.take("add_space_prefix", bool, True)
     unknown = fields.special_ids().get("unknown")
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     decoders: list[Json] = [back, {"type": "ByteFallback"}, {"type": "Fuse"}]
     strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
-    model = _model(tokens, _merges(ids, scores, types)) | {
+    model = _model(tokens, merges) | {
         "unk_token": None if unknown is None else _token(fields.path, tokens, unknown),
         "byte_fallback": _BYTE in types,
         "fuse_unk": True,
@@ -145,6 +166,87 @@ def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> Json
         "decoder": {"type": "Sequence", "decoders": [*decoders, *([strip] if begins else [])]},
         "post_processor": None,
     }
+
+
+def _unigrams(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
+    """The most likely pieces of each word, by their scores; the file has the map by which text is normalized."""
+    scores = fields.one_per_token("scores", len(tokens), 0.0)
+    characters = fields.take("precompiled_charsmap", list)
+    unknown = fields.special_ids().get("unknown")
+    if unknown is None and _UNKNOWN in types:
+        unknown = types.index(_UNKNOWN)
+    encoded = base64.b64encode(bytes(one & 255 for one in characters)).decode() if characters else None
+    begins = "always" if fields.take("add_space_prefix", bool, True) else "never"
+    space = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": begins, "split": True}
+    words = [{"type": "WhitespaceSplit"}] if fields.take("remove_extra_whitespaces", bool, False) else []
+    return {
+        "normalizer": None if encoded is None else {"type": "Precompiled", "precompiled_charsmap": encoded},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*words, space]},
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": [list(pair) for pair in zip(tokens, map(float, scores), strict=True)],
+            "byte_fallback": _BYTE in types,
+        },
+        "decoder": space,
+        "post_processor": None,
+    }
+
+
+def _shown(token: str, kind: int, model: str) -> str:
+    """A token as its tokenizer.json has it: in files of WordPiece, pieces that begin a word have a mark instead."""
+    if model != "bert" or kind == _CONTROL:
+        return token
+    return token[1:] if token.startswith(_SPACE) and token != _SPACE else f"##{token}"
+
+
+def _word_pieces(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
+    """The longest pieces of each word. Letters become small ones in a vocabulary that has no others."""
+    named = [_shown(token, kind, "bert") for token, kind in zip(tokens, types, strict=True)]
+    if len(set(named)) != len(named):
+        raise ConfigError(f"{fields.path}: 'tokenizer.ggml.tokens' has a piece of words twice.")
+    cased = any(token != token.lower() for token, kind in zip(named, types, strict=True) if kind == _NORMAL)
+    ids = fields.special_ids()
+    begin, end = ids.get("cls", ids.get("bos")), ids.get("seperator", ids.get("eos"))
+    first = _token(fields.path, named, begin) if begin is not None else _BEGINS
+    last = _token(fields.path, named, end) if end is not None else _ENDS
+    vocabulary = {token: i for i, token in enumerate(named)}
+    unknown = _token(fields.path, named, ids["unknown"]) if "unknown" in ids else "[UNK]"
+    for token in (first, last, unknown):
+        if token not in vocabulary:
+            raise ConfigError(f"{fields.path}: 'tokenizer.ggml.tokens' has no token {token!r}, which a text needs.")
+    text, other = ([{"Sequence": {"id": name, "type_id": i}}] for i, name in enumerate("AB"))
+    starts, stops = {"SpecialToken": {"id": first, "type_id": 0}}, {"SpecialToken": {"id": last, "type_id": 0}}
+    single = [starts, *text, stops]
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown,
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": vocabulary,
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, *other, {"SpecialToken": {"id": last, "type_id": 1}}],
+            "special_tokens": {
+                name: {"id": name, "ids": [vocabulary[name]], "tokens": [name]} for name in (first, last)
+            },
+        },
+    }
+
+
+_KINDS = {"gpt2": _byte_bpe, "llama": _sentencepiece, "gemma4": _gemma4, "bert": _word_pieces, "t5": _unigrams}
 
 
 def _merges(ids: Mapping[str, int], scores: list[float], types: list[int]) -> list[list[str]]:
@@ -213,9 +315,11 @@ def _token(path: Path, tokens: list[str], index: int) -> str:
 def tokenizer_config(path: Path, metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer_config.json: the special tokens and the chat template."""
     tokens = _Fields(path, metadata).texts("tokens")
-    keys = {"unknown": "unk_token", "padding": "pad_token"}
+    keys = {"unknown": "unk_token", "padding": "pad_token", "seperator": "sep_token"}
     ids = special_ids(path, metadata)
     named = {keys.get(name, f"{name}_token"): _token(path, tokens, token_id) for name, token_id in ids.items()}
+    if metadata.get("tokenizer.ggml.model") == "bert" and "bos_token" in named:
+        named.setdefault("cls_token", named["bos_token"])
     template = metadata.get("tokenizer.chat_template")
     chat = {"chat_template": template} if isinstance(template, str) else {}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **named, **chat}

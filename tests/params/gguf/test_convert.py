@@ -1,6 +1,7 @@
 """fnmodels-convert: the folder has the model of the file, and its tokenizer cuts text as the rules of llama.cpp do."""
 
 import json
+import struct
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import BertWordPieceTokenizer, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 import params as P
 from fnmodels import tree
@@ -195,10 +196,117 @@ def test_sentencepiece_joins_as_its_loop(space: bool, bos: bool, tmp_path: Path)
         assert tokenizer.decode(expected) == text
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_gemma_4_joins_by_the_merges_of_the_file(bos: bool, tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        sentencepiece(space=False, bos=bos)(writer)
+        writer.add_tokenizer_model("gemma4")
+        best = sorted(SCORES, key=SCORES.get, reverse=True)
+        cuts = [(piece[:i], piece[i:]) for piece in best for i in range(1, len(piece))]
+        writer.add_token_merges([f"{a} {b}" for a, b in cuts if a in PIECES and b in PIECES])
+
+    tokenizer = converted(write(tmp_path, add), tmp_path)
+    for text in ("abc", "abcd bcd a", "a  ab\nabcabc", "é漢a"):
+        expected = [1] * bos + joined(text)
+        assert tokenizer.encode(text).ids == expected
+        assert tokenizer.decode(expected) == text
+
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    *"abdelh1'!é",
+    "hello",
+    "hell",
+    "##o",
+    "##e",
+    "##a",
+    "##b",
+    "ab",
+    "漢",
+]
+
+
+@pytest.mark.parametrize("more", [["##bé"], ["Hello", "##B", "É"]], ids=["uncased", "cased"])
+def test_word_pieces_are_those_of_berts_tokenizer(more: list[str], tmp_path: Path) -> None:
+    """The file marks pieces that begin a word, as llama.cpp's converter does; its vocabulary shows its case."""
+    words, cased = [*WORDS, *more], "Hello" in more
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("bert")
+        writer.add_token_list(
+            [word if i < 5 else word[2:] if word.startswith("##") else f"▁{word}" for i, word in enumerate(words)]
+        )
+        writer.add_token_types([3] * 5 + [1] * (len(words) - 5))
+        for name, index in (("pad", 0), ("unk", 1), ("sep", 3), ("mask", 4)):
+            getattr(writer, f"add_{name}_token_id")(index)
+        # older files have a key of the first token's own
+        writer.add_bos_token_id(2) if cased else writer.add_uint32("tokenizer.ggml.cls_token_id", 2)
+        writer.add_bool("tokenizer.ggml.add_bos_token", True)
+
+    read = converted(write(tmp_path, add), tmp_path)
+    expected = BertWordPieceTokenizer({word: i for i, word in enumerate(words)}, lowercase=not cased)
+    for text in (*TEXTS, "hello Hello HELLO abab abé a漢b! [MASK] ÉA"):
+        assert read.encode(text).ids == expected.encode(text).ids
+        assert read.encode(text, "ab").type_ids == expected.encode(text, "ab").type_ids
+    named = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
+    assert [named[f"{name}_token"] for name in ("cls", "sep", "mask", "pad", "unk")] == [
+        words[i] for i in (2, 3, 4, 0, 1)
+    ]
+
+
+UNIGRAMS = {"<s>": 0.0, "<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -3.0, "a": -3.5, "b": -3.0, "c": -4.0}
+UNIGRAMS |= {"▁a": -2.0, "ab": -2.5, "bc": -4.5, "▁ab": -5.0, "abc": -8.0, "cb": -2.0}
+
+
+def one_mapping(source: str, target: str) -> bytes:
+    """A map of characters in SentencePiece's form, a double array and texts, that replaces one letter by another."""
+    units = [0] * 512
+    label = ord(source)
+    units[label] = label | 1 << 8 | 256 << 10  # its label, a leaf, and where this is: 256 units away
+    units[label ^ 256] = 0  # the place of the text
+    return struct.pack("<513I", 4 * 512, *units) + target.encode() + b"\0"
+
+
+def likeliest(word: str) -> list[int]:
+    """The pieces of a word whose scores have the greatest sum, of all ways to cut it."""
+    ways: list[tuple[float, list[str]]] = [(0.0, [])]
+    for end in range(1, len(word) + 1):
+        ends = [(ways[i], word[i:end]) for i in range(end) if word[i:end] in UNIGRAMS]
+        ways.append(max((score + UNIGRAMS[piece], [*pieces, piece]) for (score, pieces), piece in ends))
+    return [list(UNIGRAMS).index(piece) for piece in ways[-1][1]]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_unigrams_are_the_likeliest_pieces(bos: bool, tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("t5")
+        writer.add_token_list(list(UNIGRAMS))
+        writer.add_token_scores(list(UNIGRAMS.values()))
+        writer.add_token_types([3, 3, 3, 2, *[1] * (len(UNIGRAMS) - 4)])
+        writer.add_unk_token_id(3)
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(2)
+        writer.add_add_bos_token(bos)
+        writer.add_add_eos_token(True)
+        writer.add_add_space_prefix(True)
+        writer.add_remove_extra_whitespaces(True)
+        writer.add_precompiled_charsmap(one_mapping("X", "b"))
+
+    tokenizer = converted(write(tmp_path, add), tmp_path)
+    for text in ("abc", "abcb  ab cbc", " aXc bX", "aabbcbabc"):
+        words = [likeliest(f"▁{word}") for word in text.replace("X", "b").split()]
+        assert tokenizer.encode(text).ids == [0] * bos + [one for word in words for one in word] + [2]
+    assert tokenizer.encode("é").ids[bos:] == [4, 3, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.add_tokenizer_model("bert"), "'tokenizer.ggml.model' is 'bert'; of tokenizers gpt2 and llama"),
+        (lambda w: w.add_tokenizer_model("rwkv"), "'tokenizer.ggml.model' is 'rwkv'; of tokenizers gpt2, llama"),
         (lambda w: byte_bpe(trained("gpt-2"), "odd")(w), "'tokenizer.ggml.pre' is 'odd'; the rules default, gpt-2"),
     ],
     ids=["kind", "rule"],
