@@ -72,7 +72,7 @@ class Architecture:
         with_head_dim: whether the default of head_dim in config.json is another than a quotient.
         interleaved: whether rows of q and k are in the order of rotations of neighbours (llama.cpp's older form).
         norm_offset: what the file adds to the weights of norms, which multiply by 1 + weight.
-        sized: more names of a layer, whose changes need the fields of config.json.
+        sized: more names, of a layer or outside of layers, that need the fields of config.json.
         top: names of modules outside of layers.
         root: of the names of layers.
         base: the fields that models of its kind share, of the metadata and the key of the epsilon of norms.

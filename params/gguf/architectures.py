@@ -8,6 +8,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import Architecture
 from .dense import DENSE
+from .encoder_decoders import ENCODER_DECODERS
 from .encoders import ENCODERS
 from .gemma import GEMMAS
 from .header import GgufFile
@@ -19,7 +20,7 @@ from .recurrent import RECURRENT
 from .routed import ROUTED
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {**DENSE, **ROUTED, **LATENT, **HYBRID, **OLDER, **RECURRENT, **ENCODERS, **GEMMAS}
+    {**DENSE, **ROUTED, **LATENT, **HYBRID, **OLDER, **RECURRENT, **ENCODERS, **GEMMAS, **ENCODER_DECODERS}
 )
 
 # {architecture that is not read: the model type of its family here}
@@ -47,8 +48,6 @@ UNREAD: Mapping[str, str] = MappingProxyType(
         "paddleocr": "paddleocr_vl",
         "rwkv7": "rwkv7",
         "step35": "step3p5",
-        "t5": "t5",
-        "t5encoder": "t5",
     }
 )
 

@@ -45,7 +45,8 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
     heads = {}
     if architecture.interleaved:
         heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
-    layer_names = {**architecture.layer, **architecture.sized(values)}
+    sized = architecture.sized(values)
+    layer_names, other_names = {**architecture.layer, **sized}, {**architecture.top, **sized}
     order = {name.removesuffix(".weight"): i for i, name in enumerate(layer_names)}
     scaling = values.get("rope_scaling") or values.get("rope_parameters", {}).get("full_attention", {})
     in_config = _IN_CONFIG.get(str(scaling.get("rope_type", scaling.get("type"))), ())
@@ -55,7 +56,7 @@ def stored_tensors(file: GgufFile, architecture: Architecture, values: Mapping[s
             continue
         tensor = file.tensors[name]
         layer, module, end = _split(name)
-        names = architecture.top if layer is None else layer_names
+        names = other_names if layer is None else layer_names
         path, change = _target(names, module, end)
         if layer is not None:
             path = f"{architecture.root}.{layer}.{path}"

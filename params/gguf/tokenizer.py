@@ -36,15 +36,17 @@ def _split(pattern: str) -> tuple[Json, ...]:
 
 _QWEN = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}")
 _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}")
+# Names of Llama 3's rule, by which a text begins with a token whether the file says so or not.
+_OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 PRE_TOKENIZERS: Mapping[str, tuple[Json, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "mpt"), _GPT2),
+        **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "mpt", "exaone4"), _GPT2),
         **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), (_DIGITS, *_GPT2)),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe"), _LLAMA3),
+        **dict.fromkeys((*_OF_LLAMA3, "smaug-bpe"), _LLAMA3),
     }
 )
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe")  # words are taken without merges
+_WHOLE_WORDS_FIRST = (*_OF_LLAMA3, "smaug-bpe")  # words are taken without merges
 
 
 class _Fields:
@@ -87,6 +89,8 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
     """The content of tokenizer.json. UnsupportedError: a kind or a rule that is not read; ConfigError: a value."""
     fields = _Fields(path, metadata)
     kind = fields.take("model", str)
+    if kind is None:
+        raise UnsupportedError(f"{path} has no tokenizer: the key 'tokenizer.ggml.model' is missing.")
     if kind not in _KINDS:
         raise UnsupportedError(
             f"{path}: 'tokenizer.ggml.model' is {kind!r}; of tokenizers {', '.join(_KINDS)} are read."
@@ -283,10 +287,11 @@ def _added(index: int, token: str, kind: int) -> Json:
 
 
 def _post_processor(fields: _Fields, tokens: list[str], plain: Json | None) -> Json | None:
-    """Adds the tokens that begin and end a text where the file says so."""
-    ids = fields.special_ids()
-    first = ids.get("bos") if fields.take("add_bos_token", bool, False) else None
-    last = ids.get("eos") if fields.take("add_eos_token", bool, False) else None
+    """Adds the tokens that begin and end a text where the file says so, or llama.cpp does without a word of it."""
+    ids, kind = fields.special_ids(), fields.take("model", str)
+    begins = kind == "llama" or (kind == "gpt2" and fields.take("pre", str, "default") in _OF_LLAMA3)
+    first = ids.get("bos") if fields.take("add_bos_token", bool, begins) else None
+    last = ids.get("eos") if fields.take("add_eos_token", bool, kind == "t5") else None
     if first is None and last is None:
         return plain
     named = {token_id: _token(fields.path, tokens, token_id) for token_id in (first, last) if token_id is not None}

@@ -261,6 +261,29 @@ MODELS |= {
         },
     ),
 }
+_T5: dict[str, Any] = {
+    "model_type": "t5",
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "layer_norm_epsilon": 1e-5,
+    "decoder_start_token_id": 0,
+}
+_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+MODELS |= {
+    "t5": ("t5", {**_T5, "architectures": ["T5ForConditionalGeneration"]}),
+    "t5-v1.1": ("t5", {**_T5, **_GATED, "architectures": ["T5ForConditionalGeneration"]}),
+    "umt5": ("t5", {**_T5, **_GATED, "architectures": ["UMT5ForConditionalGeneration"], "model_type": "umt5"}),
+    "t5encoder": (
+        "t5encoder",
+        {**_T5, "architectures": ["T5EncoderModel"], "feed_forward_proj": "gated-gelu"},
+    ),
+}
 # Fields that published configurations have, and the converter wants.
 _GEMMA4_HEADS: dict[str, Any] = {
     "global_head_dim": 32,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import fnmodels
@@ -35,6 +36,10 @@ def options(name: str) -> dict[str, Any]:
 def save_published(name: str, folder: Path) -> None:
     """The model's folder, with the experts of Qwen 3 VL as it is published with them."""
     values = copy.deepcopy(MODELS[name][1])
+    if MODELS[name][0] == "t5":
+        model_class = getattr(transformers, values["architectures"][0])
+        perturbed(model_class(AutoConfig.for_model(**values))).save_pretrained(folder)
+        return
     if "text_config" not in values:
         save(model_of(values), folder)
         return
