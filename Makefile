@@ -59,7 +59,8 @@ bridges: .venv/bridges
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fnmodels/test_bridges.py tests/train/job/test_trackers.py \
 	  tests/project/test_site.py tests/project/test_real_weights.py tests/project/test_workflows.py \
 	  tests/params/checkpoint/test_embedder.py tests/params/checkpoint/test_embed_texts.py \
-	  tests/params/gguf/test_published_gguf.py tests/params/gguf/test_converted_gguf.py tests/params/gguf/test_converted_more.py tests/fnmodels/models/test_flux.py \
+	  tests/params/gguf/test_published_gguf.py tests/params/gguf/test_converted_gguf.py \
+	  tests/params/gguf/test_converted_more.py tests/fnmodels/models/test_flux.py \
 	  tests/train/test_idioms.py tests/train/test_idioms_of_runs.py tests/train/parallel/test_mesh_in_jax.py \
 	  tests/params/test_interchange.py tests/train/server/test_clients.py tests/train/server/test_calls.py \
 	  tests/train/eval tests/project/test_docstrings.py tests/project/test_docs.py
