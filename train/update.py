@@ -255,4 +255,4 @@ def rates_of(optimizer: Optimizer, opt_state: Tree) -> Metrics:
 
 
 def _as_rate(rate: float | Tensor) -> Tensor:
-    return rate.detach().to(torch.float32) if isinstance(rate, Tensor) else torch.tensor(rate, dtype=torch.float32)
+    return rate.detach().to(torch.float32) if isinstance(rate, Tensor) else torch.full((), rate, dtype=torch.float32)

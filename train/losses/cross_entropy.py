@@ -122,7 +122,7 @@ def check_targets(labels: Tensor, size: int | None, name: str = "labels", of: st
     known = torch.func.debug_unwrap(labels)  # of vmap too
     if not has_values(known) or not known.numel():
         return
-    low, high = torch.aminmax(known.where(known != IGNORE, 0))
+    low, high = torch.aminmax(known.masked_fill(known == IGNORE, 0))
     if int(low) >= 0 and (size is None or int(high) < size):
         return
     wrong = (known < 0) & (known != IGNORE) | (known >= (known.max() + 1 if size is None else size))
