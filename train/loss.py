@@ -26,8 +26,7 @@ from fnmodels.ops.torch_compilation import full_graph
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
-from .batch import Entries
-from .kept_batch import KeptBatch
+from .batch import Entries, KeptBatch
 from .remat import layer_fn
 from .remat_budget import budget_of
 from .run_options import PLAIN, Blocks, Ranks, Reports, RunOptions, Stage, is_one_per_shape

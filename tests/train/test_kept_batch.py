@@ -10,8 +10,7 @@ import params as P
 import train
 from fnmodels import llama
 from fnmodels.inputs import noise_keys
-from train import kept_batch
-from train.kept_batch import KeptBatch
+from train.batch import KeptBatch
 
 CONFIG = llama.Config(
     vocab_size=97,
@@ -125,7 +124,7 @@ def test_what_follows_from_more_than_places_is_not_kept(prepared, monkeypatch):
         inputs, _, _ = kept.prepare(dropping, batch["tokens"], **places(batch, rng=keys))
         assert torch.equal(inputs["rng"], keys)
     assert len(prepared) == 2
-    monkeypatch.setattr(kept_batch, "MOST", 15)
+    monkeypatch.setattr("train.batch.MOST", 15)
     for _ in range(2):
         kept.prepare(CONFIG, batch["tokens"], **places(batch))
     assert len(prepared) == 4
@@ -181,6 +180,6 @@ def test_steps_have_the_bits_of_steps_that_prepare_each_batch(prepared):
 
 
 def test_a_batch_kept_for_other_places_would_be_found(monkeypatch):
-    monkeypatch.setattr(kept_batch, "_same", lambda tensor, held: True)
+    monkeypatch.setattr("train.batch._same", lambda tensor, held: True)
     with pytest.raises(AssertionError):
         test_batches_of_other_places_are_prepared_anew(packed)
