@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.models.common.carried import left_like
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import (
     DecoderConfig,
@@ -165,17 +166,16 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             weights = map_tree(lambda leaf: torch.zeros(leaf.shape, device=device), layer)
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.zeros(batch, tokens, width, device=device)} if width else {}
-            more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
+            more |= {"kv": lent[lender]} if (lender := LayerKind.parse(kind).lender) else {}
             if LayerKind.parse(kind).joins:
-                left = function_of(family, "left_shape")(config, len(layer_shapes))
-                more["left"] = torch.zeros(batch, tokens, *left, device=device)
+                more["left"] = torch.zeros_like(left_like(config, len(layer_shapes), x), device=device)
             before = torch.zeros(batch, tokens, *stream_shape(config, len(layer_shapes)), device=device)
             shapes: dict[str, torch.Size] = {"input": x.shape}
             how: dict[str, Any] = {"config": config, "kind": kind, "options": options, "shapes": shapes}
             _, aux = family.block(weights, before, masks[kind], tables[kind], **how, **more, **common)
             shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
             seen[key] = shapes | {"output": x.shape}
-            lent[kind] = aux.get("kv")
+            lent |= {LayerKind.parse(kind).stem: aux["kv"]} if "kv" in aux else {}
         layer_shapes.append(seen[key])
     return tuple(layer_shapes)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
+from fnmodels.models.common.carried import left_like
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import (
     DecoderConfig,
@@ -176,6 +177,7 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
         seen = torch.ones(0, 1, 1, 1, dtype=torch.bool, device="cpu")
         more["shared"] = {"memory": memory, "memory_mask": seen, "positions": (first, first)}
     found: dict[Any, dict[str, Shape]] = {}
+    lent: dict[str, Entry] = {}
     entries: list[dict[str, Shape]] = []
     kinds, layers = family.kinds(config), family.spec(config)["layers"]
     for index, (kind, layer) in enumerate(zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True)):
@@ -188,10 +190,14 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
             x = torch.empty(0, 1, *stream_shape(config, index), dtype=dtype, device="cpu")
             aux: dict[str, Any]
             statics: dict[str, Any] = {"config": config, "kind": kind, "options": options}
-            left = function_of(family, "left_shape")(config, index) if LayerKind.parse(kind).joins else None
-            beside = {} if left is None else {"left": torch.empty(0, 1, *left, dtype=dtype, device="cpu")}
+            beside: dict[str, Any] = {}
+            if LayerKind.parse(kind).joins:
+                beside["left"] = torch.empty_like(left_like(config, index, x), device="cpu")
+            if lender := LayerKind.parse(kind).beside:
+                beside["kv"] = lent[lender]
             with torch.autocast("cpu", enabled=False):  # which would change the dtypes here, and not on other devices
                 _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, **beside, cache={})
+            lent |= {LayerKind.parse(kind).stem: aux["kv"]} if "kv" in aux else {}
             found[key] = {name: _shape(name, t) for name, t in aux.get("cache", {}).items()}
         entries.append(found[key])
     return tuple(entries)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fnmodels.edits import BoundEdit, edits_of_layers, missed
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.inputs.noise import fold
-from fnmodels.models.common.family import function_of
+from fnmodels.models.common.family import LayerKind, function_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.dropout import Noise
 from fnmodels.ops.slots import Entry, SlotUse
@@ -219,8 +219,8 @@ class LayerSideInputs:
             index = torch.full((), layer.index, dtype=torch.int64, device=batch.noise.device)
             keys = fold(batch.noise, index)
             tensors["noise"] = Noise(keys, keys, keys, keys, index)
-        if layer.source is not None:
-            tensors["kv"] = self._lent(layer, layer.source)
+        if layer.lender is not None:
+            tensors["kv"] = self._lent(layer, layer.lender)
         if layer.joins:
             if self.left is None:
                 raise ValueError(
@@ -234,7 +234,7 @@ class LayerSideInputs:
         """Remember what a layer of this kind leaves for later ones: a choice of keys, keys and values, a summand."""
         self.chosen, self.left = aux.get("chosen", self.chosen), aux.get("left")
         if "kv" in aux:
-            self.lent[kind] = aux["kv"]
+            self.lent[LayerKind.parse(kind).stem] = aux["kv"]
 
     def _lent(self, layer: LayerPlan, source: str) -> Entry:
         """The keys and values of the last layer of the kind `source`; ValueError if none ran here."""

@@ -41,7 +41,7 @@ class LayerPlan:
     block: the family's, with config, kind, options and taps bound; equal objects for layers of one kind and choice.
     options: the layer's own, with what a `PerLayer` chose. choice: that choice as a key; None where there is none.
     expert_row: which of the MoE layers it is; None: it has no experts. choice_row: of which indexer, counted from the
-    first, it takes the choice of keys; None: it attends without one. chooses: whether that indexer is its own. source:
+    first, it takes the choice of keys; None: it attends without one. chooses: whether that indexer is its own. lender:
     the kind whose keys and values it reads; None: its own. joins: whether it reads what the layer before has left.
     """
 
@@ -54,7 +54,7 @@ class LayerPlan:
     expert_row: int | None
     choice_row: int | None
     chooses: bool
-    source: str | None
+    lender: str | None
     joins: bool
 
 
@@ -151,12 +151,12 @@ def _made(
                 sparse.index(index) if index in sparse else None,
                 sum(i <= index for i in indexers) - 1 if LayerKind.parse(kind).indexed else None,
                 index in indexers,
-                LayerKind.parse(kind).source,
+                LayerKind.parse(kind).lender,
                 LayerKind.parse(kind).joins,
             )
         )
     beside = field_of(config, "hidden_size_per_layer_input") or function_of(family, "shared") is not None
-    beside = beside or any(p.expert_row is not None or p.choice_row is not None or p.source or p.joins for p in plans)
+    beside = beside or any(p.expert_row is not None or p.choice_row is not None or p.lender or p.joins for p in plans)
     choices = {plan.choice: plan.options.kernel for plan in plans}
     kinds_of = {choice: sorted({plan.kind for plan in plans if plan.choice == choice}) for choice in choices}
     return StackPlan(

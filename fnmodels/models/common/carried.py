@@ -3,20 +3,23 @@
 `fnmodels.run_layers` takes and returns it as `carried`, a tree with these entries where a later layer reads them:
 
     chosen    int64 [B, S, k], the last choice of keys, for layers without an indexer; see `fnmodels.ops.indexer`
-    kv        {kind: {"k", "v"}}, each [B, S, heads, H], which layers of another kind borrow from the last of this one
+    kv        {kind: {"k", "v"}}, each [B, S, heads, H], which layers of another kind borrow from the last of this one,
+              or what the family's `lent_like` says; kind: a `LayerKind.stem`
     left      [B, S, D], or as the family's `left_shape` says: what a layer leaves for the next one, which adds it to
               the residual stream, reads it or passes it on
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from fnmodels.models.common.family import own_choices
 from fnmodels.ops.slots import Entry
 from fnmodels.tree import Tree
 
-from .family import LayerKind, parsed
+from .family import LayerKind, function_of, own_choices, parsed, traits_of
+from .registry import family_of
 
 
 def takes_choice(kinds: Sequence[str], index: int) -> bool:
@@ -26,14 +29,24 @@ def takes_choice(kinds: Sequence[str], index: int) -> bool:
 
 
 def borrowed(kinds: Sequence[str], index: int) -> list[str]:
-    """The kinds whose keys and values layers from `index` on borrow from layers before `index`."""
-    sources = ((i, kind.source) for i, kind in enumerate(parsed(kinds)) if i >= index)
-    return list(dict.fromkeys(source for i, source in sources if source and source not in kinds[index:i]))
+    """The kinds, by their stems, whose keys and values layers from `index` on borrow from layers before `index`."""
+    found = parsed(kinds)
+    lending = [None if kind.lender else kind.stem for kind in found]
+    lenders = ((i, kind.lender) for i, kind in enumerate(found) if i >= index)
+    return list(dict.fromkeys(lender for i, lender in lenders if lender and lender not in lending[index:i]))
 
 
 def joins(kinds: Sequence[str], index: int) -> bool:
     """Whether layer `index` reads what the layer before it has left."""
     return index < len(kinds) and LayerKind.parse(kinds[index]).joins
+
+
+def left_like(config: Any, index: int, x: Tensor) -> Tensor:
+    """A tensor like what the layer before `index` leaves, on the meta device. x: of its rows, tokens and dtype."""
+    family = family_of(config)
+    dtype = torch.promote_types(x.dtype, torch.float32) if traits_of(family).left_wide else x.dtype
+    shape = function_of(family, "left_shape")(config, index)
+    return torch.empty(*x.shape[:2], *shape, dtype=dtype, device="meta")
 
 
 def left_for(

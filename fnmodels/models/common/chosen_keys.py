@@ -55,9 +55,13 @@ class ChoiceHooks:
         return seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Tensor | None, *, indexer: Any, how: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Tensor | None, *, indexer: Any, keys: Any
     ) -> Tensor | None:
-        """The windows that are read: `among`, made by `choose_windows` of its other arguments, without gradients."""
+        """The windows that are read: `among`, made of the other arguments without gradients.
+
+        inputs: x [B, S, D] and what queries are projected from, without gradients. keys: a function that returns
+        `WindowKeys` of the index keys of all windows, with gradients.
+        """
         return among
 
     def saw_windows(

@@ -172,6 +172,15 @@ class Context(ChoiceHooks):
         k, v = (self.tap(f"attention.{name}", lent[name]) for name in "kv")
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
 
+    def lend(self, **tensors: Tensor) -> None:
+        """Lends tensors to later layers, whose kind has the word "reads"; see `lent_like` of families."""
+        self.aux["kv"] = tensors
+
+    def lent(self) -> Entry:
+        """What the last layer of the kind `LayerKind.beside` has lent."""
+        value: Entry = self.tensors["kv"]
+        return value
+
     def leave(self, value: Tensor) -> None:
         """Leaves value [B, S, ..., D] for the next layer, whose kind has the word "joins"; see `left_shape`."""
         self.aux["left"] = value

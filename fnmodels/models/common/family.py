@@ -157,9 +157,20 @@ class LayerKind:
     rotates: bool = True  # whether queries and keys have a rotary embedding: no word "nope"
     routed: bool = False  # "moe": experts; see `is_routed`
     first: bool = False  # "first": no norm before attention (ModernBERT)
-    source: str | None = None  # "reuse": the kind whose keys and values its layers read
+    source: str | None = None  # "reuse": the kind whose keys and values its layers read in place of their own
+    beside: str | None = None  # "reads": the kind whose keys of windows its layers read beside their own keys
     shares_choice: bool = False  # "indexed_shared": the keys that the last indexer before it has chosen
     joins: bool = False  # "joins": reads what the layer before has left for it (`Context.leave`)
+
+    @property
+    def lender(self) -> str | None:
+        """The kind, by its `stem`, of which its layers read what the last layer has lent."""
+        return self.source or self.beside
+
+    @property
+    def stem(self) -> str:
+        """Its name without the words that say where its layers stand, what they read and which table they have."""
+        return _stem(self.name.split("_"))
 
     @property
     def slides(self) -> bool:
@@ -199,13 +210,20 @@ class LayerKind:
             rotates="nope" not in words,
             routed="moe" in words,
             first="first" in words,
-            source="_".join(w for w in name.split("_") if w not in _NOT_OF_SOURCE) if "reuse" in words else None,
+            source=_stem(name.split("_")) if "reuse" in words else None,
+            beside=_stem(name.split("_")) if "reads" in words else None,
             shares_choice=first == "indexed" and "shared" in words,
             joins="joins" in words,
         )
 
 
-_NOT_OF_SOURCE = ("reuse", "opens", "folds")  # the words of the ends of a stack with several streams too
+_PLACES = ("reuse", "reads", "shared", "opens", "folds", "joins")  # words that are of a layer's place in the stack
+
+
+def _stem(words: Sequence[str]) -> str:
+    return "_".join(word for word in words if word not in _PLACES and not word.startswith("ngrams"))
+
+
 _PARSED: dict[str, LayerKind] = {}
 
 
@@ -236,6 +254,7 @@ class Traits:
     # whether `shared` returns tables [B, S, ...] of these tokens' positions, which attention reads, and nothing else
     shares_tables: bool = False
     left_axis: str = "embed"  # of what a layer leaves for the next, its last dimension (`Context.leave`)
+    left_wide: bool = False  # whether that is in fp32 at least, and not in the dtype of the residual stream
     # {dropout rate in config.json: the fields of `Dropout` that it sets}; {rate: its value where a file has none}; and
     # {model type: its own rates in place of `dropout`}
     dropout: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"attention_dropout": ("weights",)})
@@ -315,7 +334,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
     | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory", "stream_norm"]
-    | Literal["left_shape", "in_memory_forms", "mtp_kinds"]
+    | Literal["left_shape", "lent_like", "in_memory_forms", "mtp_kinds"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -348,6 +367,9 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "mtp_kinds": None,
     # (config, index) -> the dimensions after [B, S] of what the layer before `index` has left for it (`Context.left`)
     "left_shape": lambda config, index: (config.hidden_size,),
+    # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} of what a layer of this kind lends, on the device
+    # of x; keys: tokens of a row over all ranks. None: "k" and "v", as in a cache
+    "lent_like": None,
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }
 

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError
@@ -34,6 +33,7 @@ from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed  # noqa: F401
+from fnmodels.models.common.deepseek_v4.attention import project_heads, rotate, rotated_back
 from fnmodels.models.common.deepseek_v4.config import (
     ATTENTION,
     COMPRESSED,
@@ -53,12 +53,11 @@ from fnmodels.models.common.deepseek_v4.windows import Compressor, attend_to_win
 from fnmodels.models.common.family import LayerKind, Traits, parsed
 from fnmodels.models.common.spec import decoder_leaves
 from fnmodels.models.common.storage import Stored
-from fnmodels.ops import Rope, apply_rotary_interleaved, rms_norm, rms_norm_fp32_weight, rotary_table, split_heads
+from fnmodels.ops import Rope, rms_norm, rms_norm_fp32_weight, rotary_table, split_heads
 from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import ACTIVATIONS, clamped_glu
 from fnmodels.ops.moe.router import RouterDtypes, sqrt_softplus_top_k
-from fnmodels.ops.rotary import Rotation, apply_rotary_last, table_of
 from fnmodels.ops.streams import hyper
 from fnmodels.ops.streams.hyper import HyperConnection
 from fnmodels.tree import Tree, flatten
@@ -278,11 +277,6 @@ def unembed(params: Tree, x: Tensor, /, *, config: Config) -> Tensor:
     return decoder.project(params, rms_norm_fp32_weight(x, params["norm"], eps=config.rms_norm_eps), config)
 
 
-def rotate(x: Tensor, table: Tensor | Rotation) -> Tensor:
-    """x [B, S, N, H] with pairs (2i, 2i + 1) of its last R dimensions rotated; table [B or 1, S, R/2, 2]."""
-    return apply_rotary_last(x, table, apply_rotary_interleaved)
-
-
 @with_context
 def block(layer: Tree, x: Tensor, mask: Any, freqs: Any, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: streams [B, S, n, D] -> the same; the first reads [B, S, D], and the last returns it."""
@@ -337,17 +331,7 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Any, config: Config, 
             indexer, own = Indexer(config.index_topk, rotate), replace(how, name="index")
             among = choose_windows(ctx, weights["indexer"], (x, latent), mask, freqs, indexer=indexer, how=own)
         z = attend_to_windows(ctx, q, kv, mask, windows, among=among, scale=scale, sinks=weights["sinks"])
-    cos, sin = table_of(table).unbind(-1)
-    back = rotate(z, torch.stack((cos, -sin), -1))  # as the key of a query's position is rotated
-    return _project_out(weights, back, config.o_lora_rank)
-
-
-def _project_out(weights: Tree, z: Tensor, rank: int) -> Tensor:
-    """The output of heads z [B, S, N, H], by a projection of rank `rank` within each group of heads: [B, S, D]."""
-    groups = weights["o_a"].shape[0] // rank
-    grouped = z.unflatten(2, (groups, -1)).flatten(3)
-    inner = torch.stack([linear(grouped[:, :, g], w) for g, w in enumerate(weights["o_a"].chunk(groups))], 2)
-    return linear(inner.flatten(2), weights["o_b_proj"])
+    return project_heads(weights, rotated_back(z, table), config.o_lora_rank)
 
 
 PRESETS: dict[str, ConfigJson] = {

@@ -21,7 +21,7 @@ from torch import Tensor
 from fnmodels.inputs.windows import Windows
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, pairwise_sum
-from fnmodels.ops.linear import linears
+from fnmodels.ops.linear import linear, linears
 from fnmodels.ops.slots import write, write_
 
 
@@ -46,8 +46,15 @@ class WindowKeys(NamedTuple):
 
 
 def of_tokens(weights: Mapping[str, Tensor], x: Tensor, windows: Windows) -> OfTokens:
-    """`OfTokens` of x [B, S, D]; weights: "kv_proj" and "gate_proj" [H or 2 H, D]."""
-    numbers, gates = linears(x, weights, ("kv", "gate"))
+    """`OfTokens` of x [B, S, D]; weights: "kv_proj" and "gate_proj" [H or 2 H, D].
+
+    Windows of one token need no gates, which are then 0.
+    """
+    if "gate_proj" in weights:
+        numbers, gates = linears(x, weights, ("kv", "gate"))
+    else:
+        numbers = linear(x, weights["kv_proj"])
+        gates = torch.zeros_like(numbers)
     positions, segments = (t.expand(numbers.shape[0], -1) for t in (windows.positions, windows.segments))
     return OfTokens(numbers, gates, positions, segments)
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.windows import Windows
 from fnmodels.ops.indexer import Indexer, Keys, choose, chosen, index_queries, index_scores
 from fnmodels.ops.linear import linear
-from fnmodels.ops.mla import Rotate
 from fnmodels.ops.norm import rms_norm_fp32_weight
 
-from ..attention.windows import OfTokens, WindowKeys, in_slots, last_tokens, visible, weighted_sums
+from ..attention.windows import WindowKeys, visible
 from .candidates import candidates
 
 
@@ -46,7 +46,7 @@ class SharedKeys:
         """bool [B, 1, Q, C]: the windows of the last choice. ValueError where no layer has chosen."""
         if self.choices is None:
             raise ValueError("No layer has chosen among these keys: a full or reindex layer does, before others read.")
-        return chosen(_named(self.windows, windows), self.choices)
+        return chosen(named(self.windows, windows), self.choices)
 
 
 @dataclass(frozen=True)
@@ -57,55 +57,46 @@ class Blocks:
     size: int
 
 
-def make_shared(
-    weights: Mapping[str, Any], x: Tensor, windows: Windows, starts: Tensor, *, rotate: Rotate, eps: float
-) -> SharedKeys:
-    """The keys of a full layer, of x [B, S, D].
+def index_of(weights: Mapping[str, Any], keys: Tensor, *, eps: float) -> Tensor:
+    """Index keys [B, C, d] of a full layer's normed keys [B, C, H] before they are rotated.
 
-    weights: "kv_proj" [H, D], for windows of several tokens "gate_proj" [H, D], "key_scale" [H], "index_proj" [d, H]
-    and "index_scale" [d]. starts: the rotary table of the first position of each token's window, [B, S, R/2, 2].
+    weights: "k_proj" [d, H] and "k_scale" [d]. No gradient reaches the keys.
     """
-    numbers = linear(x, weights["kv_proj"])
-    gates = linear(x, weights["gate_proj"]) if windows.ratio > 1 else torch.zeros_like(numbers)
-    positions, segments = (t.expand(x.shape[0], -1) for t in (windows.positions, windows.segments))
-    tokens, slots = OfTokens(numbers, gates, positions, segments), windows.slots
-    sums = weighted_sums(tokens, slots, numbers.new_zeros(windows.ratio, numbers.shape[-1]), overlap=False)
-    keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=eps)
-    last = last_tokens(tokens, slots.expand_as(positions), windows.ratio)
-    table = in_slots(starts.expand(last.shape[0], -1, -1, -1), last, keys.shape[1])
-    index = rms_norm_fp32_weight(linear(keys, weights["index_proj"]), weights["index_scale"], eps=eps)
-    keys, index = (rotate(t.unsqueeze(-2), table).squeeze(-2) for t in (keys, index))
-    return SharedKeys(sums._replace(keys=keys), index)
+    return rms_norm_fp32_weight(linear(keys.detach(), weights["k_proj"]), weights["k_scale"], eps=eps)
 
 
 def choose_shared(
     weights: Mapping[str, Any],
-    x: Tensor,
-    latent: Tensor,
+    inputs: tuple[Tensor, Tensor],
     table: Tensor,
     shared: SharedKeys,
     windows: Windows,
     *,
     indexer: Indexer,
     blocks: Blocks | None = None,
+    choices: Tensor | None = None,
 ) -> SharedKeys:
     """`shared` with the choice of a full or reindex layer. weights: "q_b_proj" [h d, rank], "weights_proj" [h, D].
 
-    latent: what queries are projected from, [B, Q, rank]. table: of the queries, [B, Q, R/2, 2]. blocks: of the layer
-    that finds candidates for those after it; its own choice is among all windows.
+    inputs: x [B, Q, D], and what queries are projected from, [B, Q, rank]. table: of the queries, [B, Q, R/2, 2].
+    blocks: of the layer that finds candidates for those after it; its own choice is among all windows. choices: a
+    choice made before, which replaces the layer's own; else each query has `indexer.count` names, -1 where there are
+    fewer windows.
     """
-    among = shared.among
+    (x, latent), among = inputs, shared.among
     with torch.no_grad():
-        named = _named(shared.windows, windows, among)
-        choices = choose(weights, x, latent, shared.index, table, named, indexer)
+        keys = named(shared.windows, windows, among)
+        if choices is None:
+            choices = choose(weights, x, latent, shared.index, table, keys, indexer)
+            choices = F.pad(choices, (0, indexer.count - choices.shape[-1]), value=-1)
         if blocks is not None:
             q, share = index_queries(weights, x, latent, shared.index.shape[-1], table, indexer)
             size = blocks.size * windows.ratio
-            among = candidates(index_scores(q, share, shared.index), named, count=blocks.count, size=size)
+            among = candidates(index_scores(q, share, shared.index), keys, count=blocks.count, size=size)
     return replace(shared, choices=choices, among=among)
 
 
-def _named(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
+def named(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
     """The windows that queries may choose, of those in `among` [B, Q, C]."""
     allowed = visible(windows, keys)
     allowed = allowed if among is None else allowed & among.unsqueeze(1)

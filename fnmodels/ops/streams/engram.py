@@ -39,15 +39,26 @@ def engram_hashes(multipliers: Sequence[Sequence[int]], heads: int, rows: int, p
     return [XorHash(tuple(own), tuple(islice(primes, (len(own) - 1) * heads)), padding) for own in multipliers]
 
 
-def engram_rows(ids: Tensor, preceding: Tensor, how: XorHash) -> Tensor:
+def engram_rows(ids: Tensor, preceding: Tensor, how: XorHash, padding: Tensor | None = None) -> Tensor:
     """The row of each token in the table for each head, int64 [B, S, heads].
 
     ids: int64 [B, S], compressed; -1 is a token that is no text. preceding: int64 [B, S, n - 1] of the same ids, of
-    `fnmodels.inputs.segments.preceding_tokens`.
+    `fnmodels.inputs.segments.preceding_tokens`. padding: its compressed id in place of `how.end`, 0-d.
     """
+    end = how.end if padding is None else padding
     hidden = torch.cat((ids.unsqueeze(-1), preceding), -1).lt(0).cumsum(-1) > 0
-    near = preceding.where(~hidden[..., 1:], how.end)
-    return mixed_rows(ids.where(~hidden[..., 0], how.end), near, how)
+    near = preceding.where(~hidden[..., 1:], end)
+    return mixed_rows(ids.where(~hidden[..., 0], end), near, how)
+
+
+def compressed(tokens: Tensor, token_map: Tensor, count: int) -> Tensor:
+    """The compressed ids of token ids, int64 of any shape; -1 stays.
+
+    token_map: [V, 1], the compressed id of each token, floating so that a tree of parameters has gradients. count: of
+    compressed ids; memory that was never filled may hold any number.
+    """
+    ids = token_map.flatten()[tokens.clamp(min=0)].nan_to_num().round().long().clamp(0, count - 1)
+    return ids.where(tokens >= 0, -1)
 
 
 def add_engram(
@@ -55,12 +66,12 @@ def add_engram(
 ) -> Tensor:
     """The streams x [B, S, n, D] with what the rows of n-grams, int64 [B, S, heads], add to them.
 
-    weights: "table" [rows, E / heads], "key_proj" [n D, E], "value_proj" [D, E], "key_scale" and "query_scale" [n D].
+    weights: "table" [rows, E / heads], "key_proj" [n D, E], "value_proj" [D, E], "key_scale" and "query_scale" [n, D].
     is_text: bool [B, S]; None: all tokens are.
     """
     embedded = look_up(weights["table"], rows, "rows of n-grams").flatten(-2)
     keys = upcast(linear(embedded, weights["key_proj"])).unflatten(-1, x.shape[-2:])
-    scale = (upcast(weights["key_scale"]) * upcast(weights["query_scale"])).unflatten(0, x.shape[-2:])
+    scale = upcast(weights["key_scale"]) * upcast(weights["query_scale"])
     product = rms_norm(upcast(x), None, eps=eps) * rms_norm(keys, None, eps=eps) * scale
     total = pairwise_sum(product, -1) if rows_are_invariant() else product.sum(-1)
     total = total * x.shape[-1] ** -0.5

@@ -82,7 +82,7 @@ def test_hashes_are_those_of_the_published_code() -> None:
 
 def drawn() -> tuple[dict[str, Tensor], Tensor]:
     shapes = {"table": (sum(HOW[1].sizes), E), "key_proj": (N * D, 6 * E), "value_proj": (D, 6 * E)}
-    shapes |= {"key_scale": (N * D,), "query_scale": (N * D,)}
+    shapes |= {"key_scale": (N, D), "query_scale": (N, D)}
     weights = {n: generic(n, torch.empty(s)).double().requires_grad_() for n, s in shapes.items()}
     return weights, generic("x", torch.empty(1, 24, N, D)).double().requires_grad_()
 
@@ -94,7 +94,7 @@ def added_by_loop(w: dict[str, Tensor], x: Tensor, row: list[int]) -> Tensor:
     for j in range(N):
         part = slice(j * D, (j + 1) * D)
         key = w["key_proj"][part] @ e
-        key, query = (F.rms_norm(v, (D,), w[s][part], EPS) for v, s in ((key, "key_scale"), (x[j], "query_scale")))
+        key, query = (F.rms_norm(v, (D,), w[s][j], EPS) for v, s in ((key, "key_scale"), (x[j], "query_scale")))
         g = (key * query).sum() / D**0.5
         streams.append(x[j] + torch.sigmoid(g.sign() * g.abs().clamp(min=1e-6).sqrt()) * (w["value_proj"] @ e))
     return torch.stack(streams)

@@ -11,7 +11,6 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.deepseek_v4.windows import window_keys
 from fnmodels.models.common.family import own_choices
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.attention.windows import visible
@@ -58,9 +57,9 @@ class Noting(Context):
         return mask if self.dense else seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, how: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, keys: Any
     ) -> Any:
-        keys = window_keys(self, weights["compressor"], inputs[0], mask["windows"], freqs["start"], how=how)
+        keys = keys()
         queries = ops.index_queries(weights, *inputs, keys.keys.shape[-1], freqs["table"], indexer)
         ended, among = visible(mask["windows"], keys), None if self.dense else among
         each = torch.arange(ended.shape[-1]).expand(len(ended), -1)  # a window is a block of one key

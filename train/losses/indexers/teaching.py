@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.deepseek_v4.windows import window_keys
 from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.indexer import (
@@ -142,11 +141,10 @@ class _Teaching(Context):
         return self.seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, how: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, keys: Any
     ) -> Any:
-        (x, latent), table = inputs, freqs["table"]
-        keys = window_keys(self, weights["compressor"], x, mask["windows"], freqs["start"], how=how).keys
-        self.learner = _OfKeys(*index_queries(weights, x, latent, keys.shape[-1], table, indexer), keys)
+        (x, latent), k = inputs, keys().keys
+        self.learner = _OfKeys(*index_queries(weights, x, latent, k.shape[-1], freqs["table"], indexer), k)
         return None if self.teach.dense else among
 
     def saw_windows(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.carried import borrowed, joins, takes_choice
-from fnmodels.models.common.family import field_of, function_of, stream_shape, traits_of
+from fnmodels.models.common.carried import borrowed, joins, left_like, takes_choice
+from fnmodels.models.common.family import field_of, function_of, parsed, stream_shape, traits_of
 from train.parallel.compose import full_width
 from train.run_options import RouterTerms
 
@@ -58,7 +58,8 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
 
     dtype: of the weights; that of hidden states may be wider.
     """
-    kinds = fnmodels.family_of(config).kinds(config)
+    family = fnmodels.family_of(config)
+    kinds = family.kinds(config)
     stacks = [stack for stack in stacks_of(config) if stack.lo < lo]
     streams = [stream_like(config, stack, stack.part(part.inputs), dtype) for stack in stacks]
     x = streams[-1]
@@ -73,15 +74,20 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
     if takes_choice(kinds, lo) and (count := _keys_of_a_query(config, part.inputs, length * sharing.cp)):
         found["carried.chosen"] = x.new_empty(rows, length, count, dtype=torch.int64)
     if joins(kinds, lo):
-        family = fnmodels.family_of(config)
-        *rest, size = function_of(family, "left_shape")(config, lo)
-        width = sharing.width(size, traits_of(family).left_axis)
-        found["carried.left"] = x.new_empty(rows, length, *rest, width)
+        left = left_like(config, lo, x)
+        width = sharing.width(left.shape[-1], traits_of(family).left_axis)
+        found["carried.left"] = left[..., :width]
     sources = borrowed(kinds, lo)
+    if (lent_like := function_of(family, "lent_like")) is not None:
+        for kind in sources:
+            like = lent_like(config, kind, x, length * sharing.cp)
+            found |= {f"carried.kv.{kind}.{name}": value for name, value in like.items()}
+        return found
     entries = fnmodels.init_cache(config, 1, 1).layers if sources else ()
+    stems = [kind.stem for kind in parsed(kinds)]
     for kind in sources:
         for name in ("k", "v"):
-            heads, size = entries[kinds.index(kind)][name].shape[2:]
+            heads, size = entries[stems.index(kind)][name].shape[2:]
             found[f"carried.kv.{kind}.{name}"] = x.new_empty(rows, length, sharing.key_heads(heads), size, dtype=dtype)
     return found
 

@@ -17,9 +17,20 @@ def wide_norm(size: int, axis: str) -> Leaf:
 
 def attention_leaves(config: Any, kind: LayerKind) -> Tree:
     """Parameters of attention, of the compressor of keys and of the indexer, where a layer of this kind has them."""
+    leaves, H = near_leaves(config), config.head_dim
+    if kind.attends == "compressed":
+        leaves["compressor"] = _compressor_leaves(config, H, config.compressed_ratio, overlap=False)
+    if kind.indexed:
+        leaves["compressor"] = _compressor_leaves(config, H, config.indexed_ratio, overlap=True)
+        leaves["indexer"] = _indexer_leaves(config)
+    return leaves
+
+
+def near_leaves(config: Any) -> Tree:
+    """Parameters of attention to the last tokens, which all layers have."""
     D, H, std = config.hidden_size, config.head_dim, config.initializer_range
     heads, rank = config.num_attention_heads, config.o_groups * config.o_lora_rank
-    leaves: Tree = {
+    return {
         "q_a_proj": weight((config.q_lora_rank, D), ("latent", "embed"), std),
         "q_a_layernorm": wide_norm(config.q_lora_rank, "latent"),
         "q_b_proj": weight((heads * H, config.q_lora_rank), ("heads", "latent"), std, unit=H),
@@ -29,12 +40,6 @@ def attention_leaves(config: Any, kind: LayerKind) -> Tree:
         "o_a": weight((rank, heads * H // config.o_groups), ("head_groups", "latent"), std, unit=config.o_lora_rank),
         "o_b_proj": weight((D, rank), ("embed", "head_groups"), std, unit=config.o_lora_rank),
     }
-    if kind.attends == "compressed":
-        leaves["compressor"] = _compressor_leaves(config, H, config.compressed_ratio, overlap=False)
-    if kind.indexed:
-        leaves["compressor"] = _compressor_leaves(config, H, config.indexed_ratio, overlap=True)
-        leaves["indexer"] = _indexer_leaves(config)
-    return leaves
 
 
 def _compressor_leaves(config: Any, width: int, ratio: int, *, overlap: bool) -> dict[str, Leaf]:

@@ -56,6 +56,8 @@ _PARTS = {
     "attention.o_b_proj": "attn.wo_b.weight",
     "attention.indexer.q_b_proj": "attn.indexer.wq_b.weight",
     "attention.indexer.weights_proj": "attn.indexer.weights_proj.weight",
+    "attention.indexer.k_proj": "attn.indexer.wk.weight",  # of DeepSeek V4.1, as the next
+    "attention.indexer.k_scale": "attn.indexer.k_norm.weight",
     "mlp.router": "ffn.gate.weight",
     "mlp.selection_bias": "ffn.gate.bias",
 }

@@ -5,7 +5,8 @@ cache, an entry holds the keys of windows, one slot for `ratio` tokens of its ca
 the last tokens of a row, which are those of its last document.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +40,15 @@ class Compressor:
     """Settings of a layer's keys of windows. name: the prefix of their names in a cache, "window" or "index".
 
     overlap: with the tokens of the window before. eps: of the norm. rotate: for the window's first position.
+    beside: a function of normed keys [B, C, H] that makes index keys [B, C, d], which are rotated as keys are and stand
+    after them, [B, C, H + d].
     """
 
     name: str
     overlap: bool
     eps: float
     rotate: Rotate
+    beside: Callable[[Tensor], Tensor] | None = None
 
 
 def window_keys(
@@ -52,28 +56,30 @@ def window_keys(
 ) -> WindowKeys:
     """The keys of all windows that queries of x [B, S, D] may see: those of a cache, or of all ranks of cp, too.
 
-    weights: "kv_proj", "gate_proj", "bias" [r, ..] and "key_scale" [H]. starts: the rotary table of the first position
-    of each token's window, [B, S, R/2, 2].
+    weights: "kv_proj", "gate_proj" (not for windows of one token), "key_scale" [H] and, where places differ, "bias"
+    [r, ..]. starts: the rotary table of the first position of each token's window, [B, S, R/2, 2].
     """
     new, ranks = of_tokens(weights, x, windows), keys_of_ranks(ctx.options.kernel)
     if "cache" in ctx.tensors:
-        return _with_cache(ctx, weights, new, starts, how)
+        return _with_cache(ctx, weights, new, starts, windows.ratio, how)
     slots = windows.slots
     if ranks is not None:
         new, starts = _of_ranks(new, ranks), ranks.gather(starts.expand(x.shape[0], -1, -1, -1))
         slots = window_slots(new.positions, new.segments, windows.ratio)
-    return _keys(weights, new, slots, starts, how)
+    return _keys(weights, new, slots, starts, windows.ratio, how)
 
 
 def _keys(
-    weights: Mapping[str, Tensor], tokens: OfTokens, slots: Tensor, starts: Tensor, how: Compressor
+    weights: Mapping[str, Tensor], tokens: OfTokens, slots: Tensor, starts: Tensor, ratio: int, how: Compressor
 ) -> WindowKeys:
     """Sums of these tokens, normed and rotated. starts: of these tokens."""
-    sums = weighted_sums(tokens, slots, weights["bias"], overlap=how.overlap)
-    last = last_tokens(tokens, slots.expand_as(tokens.positions), len(weights["bias"]))
+    bias = weights["bias"] if "bias" in weights else tokens.numbers.new_zeros(ratio, tokens.numbers.shape[-1])
+    sums = weighted_sums(tokens, slots, bias, overlap=how.overlap)
+    last = last_tokens(tokens, slots.expand_as(tokens.positions), ratio)
     tables = in_slots(starts.expand(last.shape[0], -1, -1, -1), last, sums.keys.shape[1])
     keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=how.eps)
-    return sums._replace(keys=how.rotate(keys.unsqueeze(-2), tables).squeeze(-2))
+    parts = (keys,) if how.beside is None else (keys, how.beside(keys))
+    return sums._replace(keys=torch.cat([how.rotate(t.unsqueeze(-2), tables).squeeze(-2) for t in parts], -1))
 
 
 def _of_ranks(new: OfTokens, ranks: Any) -> OfTokens:
@@ -85,13 +91,16 @@ def _of_ranks(new: OfTokens, ranks: Any) -> OfTokens:
 
 
 def _with_cache(
-    ctx: Context, weights: Mapping[str, Tensor], new: OfTokens, starts: Tensor, how: Compressor
+    ctx: Context, weights: Mapping[str, Tensor], new: OfTokens, starts: Tensor, ratio: int, how: Compressor
 ) -> WindowKeys:
     """The cached keys and those of the windows that the new tokens complete, in the cache's slots."""
-    ratio, entry, name = len(weights["bias"]), ctx.state(), how.name
+    entry, name = ctx.state(), how.name
     count = 2 * ratio - 1  # tokens that a window which the next one completes may read, if windows overlap
     if not entry:  # its shapes are asked for: dimension 1 of the keys is the tokens of a slot
-        shapes = (ratio, len(weights["key_scale"])), (ratio,), (ratio,)
+        width = len(weights["key_scale"])
+        if how.beside is not None:
+            width += how.beside(new.numbers.new_zeros(1, 1, width)).shape[-1]
+        shapes = (ratio, width), (ratio,), (ratio,)
         kinds = new.numbers.dtype, torch.int64, torch.int64
         rows = len(new.positions)
         empty = WindowKeys(*(torch.zeros(rows, *s, dtype=d) for s, d in zip(shapes, kinds, strict=True)))
@@ -100,7 +109,7 @@ def _with_cache(
     known = continued(OfTokens(*(entry[f"{name}_{part}"] for part in _OPEN)), new)
     slots = window_slots(known.positions, known.segments, ratio)
     none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(starts.shape[0], count, -1, -1)
-    new_keys = _keys(weights, known, slots, torch.cat((none, starts), 1), how)
+    new_keys = _keys(weights, known, slots, torch.cat((none, starts), 1), ratio, how)
     last, index = last_tokens(known, slots, ratio), torch.arange(known.positions.shape[1], device=slots.device)
     fresh = in_slots((index >= count).expand_as(last), last, new_keys.keys.shape[1])
     cached = WindowKeys(*(entry[f"{name}_{part}"] for part in _KEYS))
@@ -139,7 +148,9 @@ def choose_windows(
     x, latent = (t.detach() for t in inputs)
     with torch.no_grad():
         among = _chosen_windows(ctx, weights, x, latent, mask, freqs, indexer, how)
-    return ctx.chose_windows(weights, (x, latent), mask, freqs, among, indexer=indexer, how=how)
+
+    keys = functools.partial(window_keys, ctx, weights["compressor"], x, mask["windows"], freqs["start"], how=how)
+    return ctx.chose_windows(weights, (x, latent), mask, freqs, among, indexer=indexer, keys=keys)
 
 
 def _chosen_windows(
