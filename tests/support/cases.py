@@ -434,6 +434,10 @@ def generic(name: str, tensor: Tensor) -> Tensor:
     if name.endswith("tid2eid"):  # numbers of experts, of which there are twice as many as a token has
         rows, chosen = tensor.shape
         return ((torch.arange(rows)[:, None] * 5 // 2 + torch.arange(chosen)) % (2 * chosen)).float()
+    if name.endswith("token_map"):  # numbers of compressed ids, of which three tokens have one
+        return (torch.arange(len(tensor))[:, None] // 3).float()
+    if name.endswith(("ngrams.key_scale", "ngrams.query_scale")):
+        return 1 + 0.3 * noise
     if name.endswith(("softmax_scaling.scale", "query_scale")):  # of the growth of scores with the position
         return 0.4 * noise
     if name.endswith(("softmax_scaling.bias", "query_shift")):

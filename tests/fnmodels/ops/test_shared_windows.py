@@ -1,5 +1,6 @@
 """Keys of windows that layers share, against loops over each document: full, reindex and reuse layers, packed rows."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,14 +11,17 @@ from torch import Tensor
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import build_mask
 from fnmodels.inputs.rules import Causal, Window
-from fnmodels.inputs.windows import build_windows, window_slots
-from fnmodels.models.decoder.deepseek_v4 import rotate
+from fnmodels.inputs.windows import Windows, build_windows, window_slots
+from fnmodels.models.common.context import Context
+from fnmodels.models.common.deepseek_v4.attention import rotate
+from fnmodels.models.common.deepseek_v4.windows import Compressor, window_keys
 from fnmodels.ops import Rope, rotary_table
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, Keys
 from fnmodels.ops.indexers import shared_windows
 from fnmodels.ops.indexers.candidates import candidates
-from fnmodels.ops.indexers.shared_windows import Blocks, SharedKeys, choose_shared, make_shared
+from fnmodels.ops.indexers.shared_windows import Blocks, SharedKeys, choose_shared, index_of
+from fnmodels.options import ForwardOptions
 from tests.support.cases import generic, positions_of, segments
 
 D, H, WIDTH, HEADS, RANK, NEAR, EPS = 10, 8, 6, 32, 7, 3, 1e-3
@@ -33,8 +37,8 @@ def drawn(ratio: int) -> tuple[list[Weights], list[Tensor]]:
         "kv_proj": (H, D),
         "gate_proj": (H, D),
         "key_scale": (H,),
-        "index_proj": (WIDTH, H),
-        "index_scale": (WIDTH,),
+        "k_proj": (WIDTH, H),
+        "k_scale": (WIDTH,),
     }
     shapes = shapes if ratio > 1 else {name: shape for name, shape in shapes.items() if name != "gate_proj"}
     of_queries = {"q_b_proj": (HEADS * WIDTH, RANK), "weights_proj": (HEADS, D), "q_a": (RANK, D), "q": (H, D)}
@@ -65,7 +69,7 @@ def by_loops(layers: list[Weights], xs: list[Tensor], ratio: int, blocks: Blocks
         gates = F.linear(tokens, full["gate_proj"]) if ratio > 1 else torch.zeros(1, H, dtype=torch.float64)
         key = norm((F.linear(tokens, full["kv_proj"]) * gates.softmax(0)).sum(0), full["key_scale"])
         keys.append(turned(key, c * ratio))
-        index.append(turned(norm(F.linear(key, full["index_proj"]), full["index_scale"]), c * ratio))
+        index.append(turned(norm(F.linear(key, full["k_proj"]), full["k_scale"]), c * ratio))
     picked: list[list[int]] = []
     kept: list[set[int]] | None = None
     outputs = []
@@ -102,18 +106,25 @@ def best_blocks(scores: list[Tensor], visible: int, how: Blocks) -> set[int]:
     return {c for b in kept for c in range(b * how.size, min(visible, (b + 1) * how.size))}
 
 
+def make_shared(weights: Weights, x: Tensor, windows: Windows, starts: Tensor) -> SharedKeys:
+    """The keys of a full layer, by the compressor that DeepSeek V4 has too."""
+    how = Compressor("window", False, EPS, rotate, functools.partial(index_of, weights, eps=EPS))
+    made = window_keys(Context(ForwardOptions("math"), (), {}), weights, x, windows, starts, how=how)
+    return SharedKeys(made._replace(keys=made.keys[..., :H]), made.keys[..., H:])
+
+
 def run(layers: list[Weights], xs: list[Tensor], ratio: int, blocks: Blocks | None, ids: Tensor = IDS) -> list[Tensor]:
     """What each layer of the packed row reads, [1, S, H]."""
     positions, indexer = positions_of(ids), Indexer(COUNT, rotate)
     windows, table = build_windows(positions, ids, ratio), rotary_table(ROPE, H, positions)
     starts = rotary_table(ROPE, H, positions - positions % ratio)
     near = to_dense(build_mask(Causal() & Window(NEAR), positions, ids))
-    shared = make_shared(layers[0], xs[0], windows, starts, rotate=rotate, eps=EPS)
+    shared = make_shared(layers[0], xs[0], windows, starts)
     outputs = []
     for layer, (own, x) in enumerate(zip(layers, xs, strict=True)):
         if layer < 2:
             latent, of = F.linear(x, own["q_a"]), blocks if layer == 0 else None
-            shared = choose_shared(own, x, latent, table, shared, windows, indexer=indexer, blocks=of)
+            shared = choose_shared(own, (x, latent), table, shared, windows, indexer=indexer, blocks=of)
         q = rotate(F.linear(x, own["q"]).unsqueeze(-2), table)
         keys = torch.cat((q, shared.windows.keys.unsqueeze(-2)), 1)
         seen = torch.cat((near, shared.seen(windows)), -1)
@@ -160,11 +171,9 @@ def test_the_choice_leaves_something_out() -> None:
     assert (plain[1] - few[1]).abs().max() > 1e-2 and (plain[2] - few[2]).abs().max() > 1e-2
 
 
-def without_new_choice(
-    weights: Weights, x: Tensor, latent: Tensor, table: Tensor, shared: Any, *rest: Any, **how: Any
-) -> Any:
+def without_new_choice(weights: Weights, inputs: Any, table: Tensor, shared: Any, *rest: Any, **how: Any) -> Any:
     """A reindex layer that reuses the choice before it."""
-    return shared if shared.choices is not None else choose_shared(weights, x, latent, table, shared, *rest, **how)
+    return shared if shared.choices is not None else choose_shared(weights, inputs, table, shared, *rest, **how)
 
 
 def across(positions: Tensor, ids: Tensor, ratio: int) -> Tensor:
@@ -174,7 +183,7 @@ def across(positions: Tensor, ids: Tensor, ratio: int) -> Tensor:
 def rotated_index_first(weights: Weights, *given: Any, **how: Any) -> SharedKeys:
     """Index keys of keys that are rotated already."""
     made = make_shared(weights, *given, **how)
-    return SharedKeys(made.windows, F.linear(made.windows.keys, weights["index_proj"]))
+    return SharedKeys(made.windows, F.linear(made.windows.keys, weights["k_proj"]))
 
 
 def any_block(scores: Tensor, keys: Keys, **how: Any) -> Tensor:
@@ -218,6 +227,6 @@ def test_keys_without_a_choice_are_refused() -> None:
     layers, xs = drawn(1)
     positions = positions_of(IDS)
     windows, table = build_windows(positions, IDS, 1), rotary_table(ROPE, H, positions)
-    shared = make_shared(layers[0], xs[0], windows, table, rotate=rotate, eps=EPS)
+    shared = make_shared(layers[0], xs[0], windows, table)
     with pytest.raises(ValueError, match="No layer has chosen among these keys"):
         shared.seen(windows)
