@@ -158,6 +158,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}
+    chosen: Tensor | None = None
     layer_shapes: list[dict[str, torch.Size]] = []
     kinds, layers = family.kinds(config), family.spec(config)["layers"]
     for kind, layer in zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True):
@@ -167,6 +168,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             more: dict[str, Any] = {"valid": torch.ones_like(ids, dtype=torch.bool)} if is_routed(family, kind) else {}
             more |= {"layer_input": torch.zeros(batch, tokens, width, device=device)} if width else {}
             more |= {"kv": lent[lender]} if (lender := LayerKind.parse(kind).lender) else {}
+            more |= {"choices": chosen} if LayerKind.parse(kind).shares_choice else {}
             if LayerKind.parse(kind).joins:
                 more["left"] = torch.zeros_like(left_like(config, len(layer_shapes), x), device=device)
             before = torch.zeros(batch, tokens, *stream_shape(config, len(layer_shapes)), device=device)
@@ -176,6 +178,7 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
             shapes |= {name: aux[name].shape for name in (*KEPT, "choices") if name in aux}
             seen[key] = shapes | {"output": x.shape}
             lent |= {LayerKind.parse(kind).stem: aux["kv"]} if "kv" in aux else {}
+            chosen = aux.get("chosen", chosen)
         layer_shapes.append(seen[key])
     return tuple(layer_shapes)
 

@@ -84,7 +84,7 @@ def init_cache(
     slots: dict[str, Slots] = {}
     layers: list[Entry] = []
     for kind, entry in zip(family.kinds(config), entries, strict=True):
-        if kind not in slots and any(tokens == 1 for _, _, tokens in entry.values()):
+        if kind not in slots and any(tokens and name not in WINDOWED for name, (_, _, tokens) in entry.items()):
             found = _empty_slots(kind, masks[kind], batch, capacity, rings, device)
             if field_of(config, "mrope_section"):
                 found = replace(found, highest=found.positions.clone())
@@ -93,7 +93,8 @@ def init_cache(
             slots[kind] = found
         layers.append({})
         for name, (shape, kept, tokens) in entry.items():
-            room = (slots[kind].segments.shape[1],) if tokens == 1 else (max(capacity // tokens, 1),) if tokens else ()
+            of_windows = (max(capacity // tokens, 1),) if tokens else ()
+            room = (slots[kind].segments.shape[1],) if tokens and name not in WINDOWED else of_windows
             layers[-1][name] = _empty_entry(batch, room, shape, kept, device)
     if field_of(config, "ngram_size") and not slots:
         raise ValueError("This model embeds n-grams, and no layer of it keeps the tokens before: it has no cache.")
@@ -178,6 +179,7 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
         more["shared"] = {"memory": memory, "memory_mask": seen, "positions": (first, first)}
     found: dict[Any, dict[str, Shape]] = {}
     lent: dict[str, Entry] = {}
+    chosen: Tensor | None = None
     entries: list[dict[str, Shape]] = []
     kinds, layers = family.kinds(config), family.spec(config)["layers"]
     for index, (kind, layer) in enumerate(zip(kinds, (layers[i] for i in stored_layers(config, kinds)), strict=True)):
@@ -195,9 +197,12 @@ def _entries(config: DecoderConfig, dtype: torch.dtype) -> tuple[dict[str, Shape
                 beside["left"] = torch.empty_like(left_like(config, index, x), device="cpu")
             if lender := LayerKind.parse(kind).beside:
                 beside["kv"] = lent[lender]
+            if LayerKind.parse(kind).shares_choice:
+                beside["choices"] = chosen
             with torch.autocast("cpu", enabled=False):  # which would change the dtypes here, and not on other devices
                 _, aux = family.block(weights, x, masks[kind], tables[kind], **statics, **more, **beside, cache={})
             lent |= {LayerKind.parse(kind).stem: aux["kv"]} if "kv" in aux else {}
+            chosen = aux.get("chosen", chosen)
             found[key] = {name: _shape(name, t) for name, t in aux.get("cache", {}).items()}
         entries.append(found[key])
     return tuple(entries)

@@ -74,6 +74,8 @@ def test_there_are_cases() -> None:
         "inkling2_loop_text",
         "inkling2_loop",
         "kimi_k3",
+        "deepseek_v41",
+        "deepseek_v41_text",
         "ouro",
     } | gemma | longcat
 

@@ -34,9 +34,9 @@ from tests.support.cases import (
 )
 from train.parallel.context.api import context_kernel
 
-# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py, of blocks: test_minimax_m3.py and
+# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py and test_deepseek_v41.py, of blocks: test_minimax_m3.py and
 # test_qwen4_exp.py there
-_OTHER = {"indexed_ratio", "index_block_size", "indexer_budget"}
+_OTHER = {"indexed_ratio", "index_block_size", "indexer_budget", "candidate_size"}
 CHOOSING = [case for case in cases() if own_choices(fnmodels.family_of(case.config).kinds(case.config))]
 CHOOSING = [case for case in CHOOSING if hasattr(case.config, "index_topk") and not _OTHER & set(vars(case.config))]
 WIDE = [replace(case, name=f"{case.name}_every_key", config=replace(case.config, index_topk=64)) for case in CHOOSING]

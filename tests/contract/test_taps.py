@@ -88,7 +88,8 @@ def check_shapes(case: Case, tapped: dict[str, Tensor]) -> None:
 
 def check_attention(case: Case, tapped: dict[str, Tensor]) -> None:
     """q, k and v are what the kernel gets; scores, pattern and z follow from them."""
-    if any(LayerKind.parse(kind).compresses for kind in fnmodels.family_of(case.config).kinds(case.config)):
+    kinds = fnmodels.family_of(case.config).kinds(case.config)
+    if any(LayerKind.parse(kind).compresses for kind in kinds) or hasattr(case.config, "candidate_size"):
         return  # where keys of windows stand beside those of tokens, and both are values too
     calls: list[Any] = []
 
@@ -321,8 +322,8 @@ def check_state(case: Case, tapped: dict[str, Tensor]) -> None:
 
 def check_choices(case: Case, tapped: dict[str, Tensor]) -> None:
     """Queries attend to no key but those that the indexer chose."""
-    if hasattr(case.config, "indexed_ratio"):
-        return  # of windows: tests/fnmodels/models/test_deepseek_v4.py
+    if hasattr(case.config, "indexed_ratio") or hasattr(case.config, "candidate_size"):
+        return  # of windows: tests/fnmodels/models/test_deepseek_v4.py and test_deepseek_v41.py
     positions = batch_of(case.config, ROWS).positions
     groups, size = field_of(case.config, "choice_heads") or 1, getattr(case.config, "index_block_size", 1)
     for name in (name for name in tapped if name.endswith(".choices")):

@@ -146,6 +146,7 @@ UNKNOWN = "transformers does not have its model types"
 WITHOUT_PEFT = dict.fromkeys(
     (
         "decoder.bailing_moe",
+        "decoder.deepseek_v41",
         "decoder.kimi_k3",
         "decoder.nemotron_nas",
         "decoder.ouro",

@@ -115,7 +115,7 @@ def test_published_configs_are_read_alike(family: str) -> None:
 
 # diffusers' config.json names a class instead of a model type; tests/fnmodels/models/test_presets.py counts it
 # transformers does not have their model types.
-UNKNOWN_TYPES = ("bailing_moe", "llada", "Dream", "sdar", "nemotron-nas", "rwkv7", "kimi_k3", "ouro")
+UNKNOWN_TYPES = ("bailing_moe", "llada", "Dream", "sdar", "nemotron-nas", "rwkv7", "kimi_k3", "ouro", "deepseek_v41")
 UNKNOWN = (
     "longcat-flash-lite",
     "ling-mini-2.0",
@@ -125,6 +125,7 @@ UNKNOWN = (
     "sdar-8b",
     "llama-3.3-nemotron-super-49b-v1",
     "kimi-k3",
+    "deepseek-v4.1-flash",
     "ouro-1.4b",
     "ouro-2.6b",
     *(f"rwkv7-world-{size}b" for size in ("0.1", "0.4", "1.5", "2.9")),

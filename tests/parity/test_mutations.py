@@ -84,7 +84,7 @@ def test_every_tensor_counts(case: Case) -> None:
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
             continue  # without rotary embedding a key bias shifts all scores of a query: no effect on softmax
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
-        chooses = path.endswith(("selection_bias", "tid2eid")) or ".indexer." in path
+        chooses = path.endswith(("selection_bias", "tid2eid", "token_map")) or ".indexer." in path
         share = 1.0 if chooses else 0.02  # large enough to change a choice
         change = share * tensor.std().clamp(min=0.1) * noise
         if any(abs(float((gradient * change).sum())) > enough for gradient in gradients.get(path, ())):

@@ -94,6 +94,7 @@ OWN = (
     "inkling2",
     "glm5_next",
     "kimi_k3",
+    "deepseek_v41",
     "ouro",
 )
 

@@ -161,14 +161,21 @@ def layer_inputs_of(config: Any, params: Any, inputs: Any) -> dict[str, Tensor]:
 
 
 def beside(config: Any, params: Any, inputs: Any, index: int, lent: dict[str, Any]) -> dict[str, Any]:
-    """The keyword tensors that the block of a layer needs more; lent: {kind: aux["kv"] of its last layer so far}, and
-    aux["left"] of the last layer as "left"."""
+    """The keyword tensors that the block of a layer needs more; lent: what `keep` has kept of the layers before."""
     kind = fnmodels.family_of(config).kinds(config)[index]
     more = {"valid": inputs["valid"]} if index in sparse_layers(config) else {}
     for name, value in layer_inputs_of(config, params, inputs).items():
         more |= {name: value} if name == "shared" else {"layer_input": value[:, :, index]}
-    more |= {"kv": lent[source]} if (source := LayerKind.parse(kind).source) else {}
+    more |= {"kv": lent[lender]} if (lender := LayerKind.parse(kind).lender) else {}
+    more |= {"choices": lent["chosen"]} if LayerKind.parse(kind).shares_choice and "chosen" in lent else {}
     return more | ({"left": lent["left"]} if LayerKind.parse(kind).joins else {})
+
+
+def keep(lent: dict[str, Any], kind: str, aux: dict[str, Any]) -> None:
+    """Moves from the aux of a layer to `lent` what it leaves for later ones."""
+    lent["left"] = aux.pop("left", None)
+    lent |= {name: aux.pop(name) for name in ("chosen",) if name in aux}
+    lent |= {LayerKind.parse(kind).stem: aux.pop("kv")} if "kv" in aux else {}
 
 
 def is_ordered(case: Case) -> bool:

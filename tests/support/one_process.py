@@ -68,7 +68,7 @@ SEQUENTIAL = {
     "gemma4_moe": "gemma4_text_moe",
 }
 NORMED = {"muse_spark": "muse_spark_text"}  # what each expert returns
-STREAMS = {"deepseek_v4": "deepseek_v4"}
+STREAMS = {name: name for name in ("deepseek_v4", "deepseek_v41")}
 GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by kernel="sparse"
 BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
 # with a summand that goes on to the next layer; with tables in layers, and a convolution
@@ -85,7 +85,7 @@ WHOLE["policy"] = "deepseek_v3"  # and a loss that somebody else has written
 TAUGHT = {"forward": "deepseek_v3", "reverse": "deepseek_v3"}
 # What trains indexers of keys and of blocks of them, by the stage: as a warm-up and beside the next-token loss.
 CHOOSING = {"dense": "deepseek_v32", "sparse": "glm_moe_dsa", "dense pools": "qwen4_exp", "sparse pools": "glm5_next"}
-CHOOSING |= {"sparse blocks": "minimax_m3", "sparse windows": "deepseek_v4"}
+CHOOSING |= {"sparse blocks": "minimax_m3", "sparse windows": "deepseek_v4", "sparse shared windows": "deepseek_v41"}
 NAMED = MODELS | HYBRIDS | SEQUENTIAL | STREAMS | BLOCKS | GATHERED | NGRAMS | LOOPS | DEPTH | WHOLE | TAUGHT | CHOOSING
 NAMED |= HEADS | NORMED
 TEACHERS = {"forward": "length", "reverse": "gpt_oss"}

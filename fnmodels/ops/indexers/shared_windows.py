@@ -46,6 +46,8 @@ class SharedKeys:
         """bool [B, 1, Q, C]: the windows of the last choice. ValueError where no layer has chosen."""
         if self.choices is None:
             raise ValueError("No layer has chosen among these keys: a full or reindex layer does, before others read.")
+        if not self.index.shape[1]:  # rows shorter than a window
+            return visible(windows, self.windows)
         return chosen(named(self.windows, windows), self.choices)
 
 
@@ -84,6 +86,10 @@ def choose_shared(
     fewer windows.
     """
     (x, latent), among = inputs, shared.among
+    if not shared.index.shape[1]:  # rows shorter than a window
+        none = torch.full((*x.shape[:2], indexer.count), -1, dtype=torch.int64, device=x.device)
+        among = among if blocks is None else none[..., :0] >= 0
+        return replace(shared, choices=none if choices is None else choices, among=among)
     with torch.no_grad():
         keys = named(shared.windows, windows, among)
         if choices is None:

@@ -43,7 +43,7 @@ def engram_rows(ids: Tensor, preceding: Tensor, how: XorHash, padding: Tensor | 
     """The row of each token in the table for each head, int64 [B, S, heads].
 
     ids: int64 [B, S], compressed; -1 is a token that is no text. preceding: int64 [B, S, n - 1] of the same ids, of
-    `fnmodels.inputs.segments.preceding_tokens`. padding: its compressed id in place of `how.end`, 0-d.
+    `fnmodels.inputs.segments.preceding_tokens`. padding: its compressed id in place of `how.end`, [1].
     """
     end = how.end if padding is None else padding
     hidden = torch.cat((ids.unsqueeze(-1), preceding), -1).lt(0).cumsum(-1) > 0

@@ -289,7 +289,7 @@ def test_choices_are_taps_and_are_replayed() -> None:
     """A choice of another seed's gives other logits; a layer that shares one has none of its own."""
     config = deepseek_v41.Config.from_hf(TEXT)
     params, batch = generic_params(config), batch_of(config, ROWS)
-    names = ("layers.1.choices", "layers.3.choices", "layers.4.choices")
+    names = ("layers.1.choices", "layers.2.choices", "layers.4.choices")
     got, found = batch.forward(params, kernel="math", taps=names)
     assert [*found] == [*names] and {t.shape for t in found.values()} == {(*ROWS.shape, config.index_topk)}
     choices = torch.stack([found[name] for name in names], 2)
@@ -318,13 +318,13 @@ def test_kinds_of_the_published_layers() -> None:
 
 
 REFUSED = {
-    "another window": ({"compress_ratios": [0, 2, 2, 1, 1, 4]}, "a list of 0, 1 or 2 for each of 6"),
+    "another window": ({"compress_ratios": [0, 2, 1, 1, 1, 4]}, "a list of 0, 1 or 2 for each of 6"),
     "keys without a choice": ({"index_source_layer_ids": [1, 4]}, "only layers that choose make keys"),
     "candidates of no keys": ({"candidate_source_layer_id": 4}, "4 finds candidates"),
-    "no keys": ({"kv_source_layer_ids": [3]}, "no layer before 1 makes keys of windows of 2 tokens"),
-    "keys of another window": ({"compress_ratios": [0, 2, 1, 1, 1, 1]}, "no layer before 2 makes keys of windows of 1"),
+    "no keys": ({"kv_source_layer_ids": [2]}, "no layer before 1 makes keys of windows of 2 tokens"),
+    "keys of another window": ({"compress_ratios": [0, 2, 1, 2, 1, 1]}, "no layer before 3 makes keys of windows of 2"),
     "rows": ({"engram_num_embeddings": [120, 185]}, "'engram_num_embeddings' is"),
-    "a choice of no windows": ({"index_source_layer_ids": [0, 1, 3, 4]}, "layer 0 chooses windows"),
+    "a choice of no windows": ({"index_source_layer_ids": [0, 1, 2, 4]}, "layer 0 chooses windows"),
     "a layer that is none": ({"engram_layer_ids": [1, 6]}, "layers are numbers from 0 to 5"),
     "a temperature": ({"gate_temp": 2.0}, "'gate_temp' is 2.0"),
 }

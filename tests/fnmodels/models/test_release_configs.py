@@ -67,6 +67,7 @@ UNKNOWN = {
     "bailing_moe",
     "bailing_moe_v2",
     "Dream",
+    "deepseek_v41",
     "FluxTransformer2DModel",
     "kimi_k2",
     "kimi_k3",

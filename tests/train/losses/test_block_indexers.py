@@ -19,8 +19,9 @@ from tests.support.cases import Batch, Case, batch_of, cases, generic_params, of
 from train.losses.indexers import teaching
 from train.losses.indexers.loss import indexer_loss
 
+WINDOWS = ("deepseek_v4", "deepseek_v41")
 BLOCKS = ("minimax_m3", "minimax_m3_local_tied", "qwen4_exp", "glm5_next", "glm5_next_groups_tied")
-CASES = {case.name: case for case in cases() if case.name in (*BLOCKS, "deepseek_v4")}
+CASES = {case.name: case for case in cases() if case.name in (*BLOCKS, *WINDOWS)}
 IDS = segments((-2, 13, 5), (7, 11, -2))
 STAGES = ("dense", "sparse")
 every_case = pytest.mark.parametrize("name", CASES)
@@ -127,7 +128,7 @@ def test_block_indexer_loss_of_documents_apart_and_in_pieces(name: str, monkeypa
     parts = [run(params, part, case.config, "sparse")[2]["indexer_kl"] for part in fnmodels.split(batch.batch(), 2)]
     assert off(sum(parts), whole[2]["indexer_kl"]) < 1e-9
     gathered = whole
-    if name != "deepseek_v4":
+    if name not in WINDOWS:
         gathered = run(params, batch.batch(), case.config, "sparse", kernel="sparse")
     monkeypatch.setattr(ops, "_MOST", 1)
     for other in (run(params, batch.batch(), case.config, "sparse"), gathered):

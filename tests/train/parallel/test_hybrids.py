@@ -347,10 +347,12 @@ def test_gathered_keys(ranks: Ranks, name: str, mesh: str) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "strategy", "options"), STREAMS)
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41"])
 def test_streams_and_keys_of_windows(
-    ranks: Ranks, mesh: str, strategy: dict[str, Any], options: dict[str, Any]
+    ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any], shows: Shows
 ) -> None:
-    checked(ranks(Mesh.parse(mesh).world)(errors_of, "deepseek_v4", mesh, strategy, options), "deepseek_v4")
+    shows(config_of(name).model_type, "parallel")
+    checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, strategy, options), name)
 
 
 def another_choice(carried: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,6 @@ def add(weights: Tree, x: Tensor, config: Any, kind: str, ctx: Context) -> Tenso
     word = next(word for word in kind.split("_") if word.startswith(WORD))
     how: XorHash = config.ngram_hashes[int(word.removeprefix(WORD))]
     ids, near = ctx.shared("ids"), ctx.shared("preceding")
-    padding = torch.full((), config.ngram_padding, dtype=torch.int64, device=ids.device)
+    padding = torch.full((1,), config.ngram_padding, dtype=torch.int64, device=ids.device)
     ids, near, padding = (compressed(t, weights["token_map"], config.ngram_ids) for t in (ids, near, padding))
     return add_engram(weights, x, engram_rows(ids, near, how, padding), eps=config.rms_norm_eps)
