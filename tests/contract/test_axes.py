@@ -102,7 +102,7 @@ def test_a_norm_with_another_axis_is_found(case: Case) -> None:
     assert bool(norms) != (case.name in NORMS_WITHOUT_WEIGHTS)
     for path, leaf in norms.items():
         axes = {"embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "latent"} - set(leaf.axes)
-        latent_key = hasattr(case.config, "indexed_ratio")
+        latent_key = hasattr(case.config, "o_groups")
         # the heads of linear and of full attention may have one size
         same_size = leaf.axes[0] == "linear_head_dim" and leaf.shape[0] == case.config.head_dim
         for axis in axes - ({"head_dim"} if latent_key or same_size else set()):

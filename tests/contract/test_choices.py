@@ -34,8 +34,8 @@ from tests.support.cases import (
 )
 from train.parallel.context.api import context_kernel
 
-# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py and test_deepseek_v41.py, of blocks: test_minimax_m3.py and
-# test_qwen4_exp.py there
+# those of keys of tokens; of windows: tests/fnmodels/models/test_deepseek_v4.py and test_deepseek_v41.py, of blocks:
+# test_minimax_m3.py and test_qwen4_exp.py there
 _OTHER = {"indexed_ratio", "index_block_size", "indexer_budget", "candidate_size"}
 CHOOSING = [case for case in cases() if own_choices(fnmodels.family_of(case.config).kinds(case.config))]
 CHOOSING = [case for case in CHOOSING if hasattr(case.config, "index_topk") and not _OTHER & set(vars(case.config))]

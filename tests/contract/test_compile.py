@@ -39,18 +39,8 @@ from tests.support.cases import (
 
 BRANCHING = tuple(case for case in cases() if case.name == "llama_longrope_long")  # its table has two branches
 # Those with masks, tables or tensors between layers of their own; the test of the block captures each block.
-WHOLE = {
-    "camembert",
-    "deepseek_v4",
-    "deepseek_v41",
-    "falcon_h1",
-    "gemma3n_text",
-    "gemma4_text_e",
-    "glm_moe_dsa",
-    "gpt_neo",
-    "gpt_oss",
-}
-WHOLE |= {"hrm_text_deep", "llama4_text", "mistral_large4", "hy_v4"}
+WHOLE = {"camembert", "deepseek_v4", "falcon_h1", "gemma3n_text", "gemma4_text_e", "glm_moe_dsa", "gpt_neo", "gpt_oss"}
+WHOLE |= {"deepseek_v41", "hrm_text_deep", "llama4_text", "mistral_large4", "hy_v4"}
 GRAPHS = tuple(case for case in cases() if case.name in WHOLE)
 assert {case.name for case in GRAPHS} == WHOLE
 pytestmark = pytest.mark.slow

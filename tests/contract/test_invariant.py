@@ -47,8 +47,8 @@ def long_config(case: Case) -> Any:
     return replace(case.config, max_position_embeddings=ROOM) if learned else case.config
 
 
-# layers with keys of windows and those that choose by head of keys refuse it: test_deepseek_v4.py,
-# test_deepseek_v41.py and test_minimax_m3.py of tests/fnmodels/models; those with a bias of scores too: test_inkling2.py there
+# layers with keys of windows and those that choose by head of keys refuse it: test_deepseek_v4.py, test_deepseek_v41.py
+# and test_minimax_m3.py of tests/fnmodels/models; those with a bias of scores too: test_inkling2.py there
 REFUSE = {"indexed_ratio", "index_block_size", "candidate_size"}
 
 

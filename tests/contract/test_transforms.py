@@ -24,9 +24,8 @@ import params as P
 import train
 from fnmodels import testing, tree
 from fnmodels.apply import with_kernel
-from fnmodels.models.common.carried import joins
+from fnmodels.models.common.carried import borrowed, joins
 from fnmodels.models.common.context import PATTERN_TAPS
-from fnmodels.models.common.family import LayerKind
 from fnmodels.options import ForwardOptions
 from tests.support.cases import (
     Batch,
@@ -387,17 +386,16 @@ def test_the_stack_comes_apart(case: Case, kernel: str) -> None:
     kinds = family.kinds(case.config)
     for cut in range(layers + 1):
         middle = fnmodels.run_layers(weights, x, masks, freqs_cis, 0, cut, **options, **more)
+        left = f"Layer {cut} reads what layer {cut - 1} has left for it"
         last = functools.partial(fnmodels.run_layers, weights, middle, masks, freqs_cis, cut, layers)
-        if any(
-            LayerKind.parse(kind).source and LayerKind.parse(kind).source not in kinds[cut:i]
-            for i, kind in enumerate(kinds)
-            if i >= cut
-        ):
-            with pytest.raises(ValueError, match="reads the keys and values of the last layer of kind"):
+        if sources := borrowed(kinds, cut):
+            with pytest.raises(
+                ValueError, match=rf"reads the keys and values of the last layer of kind '{sources[0]}'|{left}"
+            ):
                 last(**decided, **options, **more)
             continue
         if joins(kinds, cut):
-            with pytest.raises(ValueError, match=f"Layer {cut} reads what layer {cut - 1} has left for it"):
+            with pytest.raises(ValueError, match=left):
                 last(**decided, **options, **more)
             continue
         assert torch.equal(last(**decided, **options, **more), hidden)

@@ -38,7 +38,7 @@ TEXT: dict[str, Any] = {
     "engram_max_ngram_size": 3,
     "engram_n_heads": 2,
     "engram_head_dim": 5,
-    "engram_vocab_size": 20,
+    "engram_vocab_size": 23,
     "engram_compressed_vocab_size": 40,
     "engram_pad_token_id": 2,
     "engram_num_embeddings": [120, 184],
@@ -71,6 +71,15 @@ def variants() -> dict[str, Any]:
     """{name: Config}: transformers does not read these files."""
     files = {"deepseek_v41": TINY, "deepseek_v41_plain": PLAIN}
     return {name: deepseek_v41.Config.from_hf(values) for name, values in files.items()}
+
+
+# no tables, no candidates and no sliding layer
+BLIND = {
+    "deepseek_v41_plain": {
+        *("candidate_blocks", "candidate_size", "local_rope.partial", "local_rope.theta"),
+        *("ngram_head_dim", "ngram_heads", "ngram_ids", "ngram_padding", "ngram_rows"),
+    }
+}
 
 
 def published() -> dict[str, dict[str, Any]]:
