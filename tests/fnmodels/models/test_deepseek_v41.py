@@ -1,5 +1,6 @@
 """DeepSeek V4.1, which transformers lacks: a written-out model in loops, planted bugs, caches, files, refusals."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import fnmodels
 import params as P
 from fnmodels import deepseek_v41, tree
 from fnmodels.errors import ConfigError, UnsupportedError
+from fnmodels.inputs.windows import Windows, build_windows
 from fnmodels.models.common import storage
 from fnmodels.models.common.deepseek_v41 import ngrams, windows
 from fnmodels.ops.indexers import shared_windows
 from fnmodels.ops.indexers.shared_windows import SharedKeys
 from fnmodels.ops.streams import hyper
+from fnmodels.stack.loop import LayerSideInputs
 from tests.support.cases import batch_of, generic_params, positions_of, segments
 from tests.support.status import Shows
 from tests.variants.deepseek_v41 import FILES, PLAIN, TEXT, TINY
@@ -260,14 +263,25 @@ def mixed_documents(ids: Tensor, near: Tensor, *rest: Any) -> Tensor:
     return ROWS_OF(ids, before, *rest)
 
 
+def across(positions: Tensor, segment_ids: Tensor, ratio: int) -> Windows:
+    row = torch.arange(positions.shape[1]).expand_as(segment_ids)
+    return replace(build_windows(row, torch.ones_like(segment_ids), ratio), positions=positions, segments=segment_ids)
+
+
+def first_choice(self: Any, kind: str, aux: Any) -> None:
+    """Layers that share a choice take the first one of the stack."""
+    KEEP(self, kind, aux if self.chosen is None else aux | {"chosen": self.chosen})
+
+
 def unrotated(z: Tensor, table: Any) -> Tensor:
     return z
 
 
-ROWS_OF, SINKHORN = ngrams.engram_rows, hyper.sinkhorn
+ROWS_OF, SINKHORN, KEEP = ngrams.engram_rows, hyper.sinkhorn, LayerSideInputs.keep
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "maps of a sublayer's own": (hyper, "connect_late", own_maps),
-    "the first sublayer reads the mean": (hyper, "first_pre", lambda x: torch.full_like(x[..., 0], 1 / 3)),
+    "a window across documents": (deepseek_v41, "build_windows", across),
+    "a choice applied to the wrong layer": (LayerSideInputs, "keep", first_choice),
     "choices among all windows": (windows, "choose_shared", without_candidates),
     "documents mixed in an n-gram": (ngrams, "engram_rows", mixed_documents),
     "Sinkhorn iterations off by one": (hyper, "sinkhorn", lambda comb, n, eps: SINKHORN(comb, n - 1, eps)),
@@ -293,9 +307,13 @@ def test_choices_are_taps_and_are_replayed() -> None:
     got, found = batch.forward(params, kernel="math", taps=names)
     assert [*found] == [*names] and {t.shape for t in found.values()} == {(*ROWS.shape, config.index_topk)}
     choices = torch.stack([found[name] for name in names], 2)
-    again = batch.forward(params, kernel="math", choices=choices)
-    torch.testing.assert_close(again, got, rtol=0, atol=0)
-    other = batch.forward(params, kernel="math", choices=choices.where(choices != 0, -1))
+    inputs, *rest = batch.prepared()
+
+    def replayed(choices: Tensor) -> Any:
+        return fnmodels.forward(params, {**inputs, "choices": choices}, *rest, config=config, kernel="math")
+
+    torch.testing.assert_close(replayed(choices), got, rtol=0, atol=0)
+    other = replayed(choices.where(choices != 0, -1))
     assert float((other - got)[batch.valid].abs().max()) > 1e-3
     with pytest.raises(ValueError, match=r"layers\.5\.choices|Nothing|no tap"):
         batch.forward(params, taps=("layers.5.choices",))
@@ -341,9 +359,9 @@ def test_layers_that_read_keys_which_no_layer_made_are_refused() -> None:
     config = deepseek_v41.Config.from_hf(PLAIN)
     kinds = ("sliding_moe", "indexed_by2_moe", "indexed_by1_reads_moe", "sliding_moe")
     with pytest.raises(ConfigError, match="Layer 2 is 'indexed_by1_reads_moe', and the last layer before it"):
-        deepseek_v41.replace(config, layer_kinds=kinds)
+        replace(config, layer_kinds=kinds)
     with pytest.raises(ConfigError, match="ngram_size is 0, and 1 of layer_kinds have tables"):
-        deepseek_v41.replace(config, layer_kinds=("sliding_moe_ngrams", *kinds[:2], "sliding_moe"))
+        replace(config, layer_kinds=("sliding_moe_ngrams", *kinds[:2], "sliding_moe"))
 
 
 def test_a_tower_is_refused_or_left_out_and_drafting_heads_are_left_out(tmp_path: Path) -> None:

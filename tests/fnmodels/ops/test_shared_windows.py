@@ -14,7 +14,7 @@ from fnmodels.inputs.rules import Causal, Window
 from fnmodels.inputs.windows import Windows, build_windows, window_slots
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.deepseek_v4.attention import rotate
-from fnmodels.models.common.deepseek_v4.windows import Compressor, window_keys
+from fnmodels.models.common.deepseek_v4.windows import Compressor, keys_and_beside
 from fnmodels.ops import Rope, rotary_table
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, Keys
@@ -109,8 +109,9 @@ def best_blocks(scores: list[Tensor], visible: int, how: Blocks) -> set[int]:
 def make_shared(weights: Weights, x: Tensor, windows: Windows, starts: Tensor) -> SharedKeys:
     """The keys of a full layer, by the compressor that DeepSeek V4 has too."""
     how = Compressor("window", False, EPS, rotate, functools.partial(index_of, weights, eps=EPS))
-    made = window_keys(Context(ForwardOptions("math"), (), {}), weights, x, windows, starts, how=how)
-    return SharedKeys(made._replace(keys=made.keys[..., :H]), made.keys[..., H:])
+    keys, index = keys_and_beside(Context(ForwardOptions("math"), (), {}), weights, x, windows, starts, how=how)
+    assert index is not None
+    return SharedKeys(keys, index)
 
 
 def run(layers: list[Weights], xs: list[Tensor], ratio: int, blocks: Blocks | None, ids: Tensor = IDS) -> list[Tensor]:

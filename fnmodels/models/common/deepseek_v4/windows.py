@@ -41,7 +41,7 @@ class Compressor:
 
     overlap: with the tokens of the window before. eps: of the norm. rotate: for the window's first position.
     beside: a function of normed keys [B, C, H] that makes index keys [B, C, d], which are rotated as keys are and stand
-    after them, [B, C, H + d].
+    after them in a cache.
     """
 
     name: str
@@ -59,9 +59,18 @@ def window_keys(
     weights: "kv_proj", "gate_proj" (not for windows of one token), "key_scale" [H] and, where places differ, "bias"
     [r, ..]. starts: the rotary table of the first position of each token's window, [B, S, R/2, 2].
     """
+    return keys_and_beside(ctx, weights, x, windows, starts, how=how)[0]
+
+
+def keys_and_beside(
+    ctx: Context, weights: Mapping[str, Tensor], x: Tensor, windows: Windows, starts: Tensor, *, how: Compressor
+) -> tuple[WindowKeys, Tensor | None]:
+    """(`window_keys`, the index keys that `how.beside` makes of them or None)."""
     new, ranks = of_tokens(weights, x, windows), keys_of_ranks(ctx.options.kernel)
     if "cache" in ctx.tensors:
-        return _with_cache(ctx, weights, new, starts, windows.ratio, how)
+        both, width = _with_cache(ctx, weights, new, starts, windows.ratio, how), len(weights["key_scale"])
+        keys, beside = both.keys.tensor_split((width,), -1)
+        return both._replace(keys=keys), None if how.beside is None else beside
     slots = windows.slots
     if ranks is not None:
         new, starts = _of_ranks(new, ranks), ranks.gather(starts.expand(x.shape[0], -1, -1, -1))
@@ -71,15 +80,19 @@ def window_keys(
 
 def _keys(
     weights: Mapping[str, Tensor], tokens: OfTokens, slots: Tensor, starts: Tensor, ratio: int, how: Compressor
-) -> WindowKeys:
-    """Sums of these tokens, normed and rotated. starts: of these tokens."""
+) -> tuple[WindowKeys, Tensor | None]:
+    """(sums of these tokens, normed and rotated, what stands beside them). starts: of these tokens."""
     bias = weights["bias"] if "bias" in weights else tokens.numbers.new_zeros(ratio, tokens.numbers.shape[-1])
     sums = weighted_sums(tokens, slots, bias, overlap=how.overlap)
     last = last_tokens(tokens, slots.expand_as(tokens.positions), ratio)
     tables = in_slots(starts.expand(last.shape[0], -1, -1, -1), last, sums.keys.shape[1])
     keys = rms_norm_fp32_weight(sums.keys, weights["key_scale"], eps=how.eps)
-    parts = (keys,) if how.beside is None else (keys, how.beside(keys))
-    return sums._replace(keys=torch.cat([how.rotate(t.unsqueeze(-2), tables).squeeze(-2) for t in parts], -1))
+
+    def rotated(x: Tensor) -> Tensor:
+        return how.rotate(x.unsqueeze(-2), tables).squeeze(-2)
+
+    beside = None if how.beside is None else rotated(how.beside(keys))
+    return sums._replace(keys=rotated(keys)), beside
 
 
 def _of_ranks(new: OfTokens, ranks: Any) -> OfTokens:
@@ -109,7 +122,8 @@ def _with_cache(
     known = continued(OfTokens(*(entry[f"{name}_{part}"] for part in _OPEN)), new)
     slots = window_slots(known.positions, known.segments, ratio)
     none = starts.new_zeros(1, 1, *starts.shape[2:]).expand(starts.shape[0], count, -1, -1)
-    new_keys = _keys(weights, known, slots, torch.cat((none, starts), 1), ratio, how)
+    new_keys, beside = _keys(weights, known, slots, torch.cat((none, starts), 1), ratio, how)
+    new_keys = new_keys if beside is None else new_keys._replace(keys=torch.cat((new_keys.keys, beside), -1))
     last, index = last_tokens(known, slots, ratio), torch.arange(known.positions.shape[1], device=slots.device)
     fresh = in_slots((index >= count).expand_as(last), last, new_keys.keys.shape[1])
     cached = WindowKeys(*(entry[f"{name}_{part}"] for part in _KEYS))

@@ -11,7 +11,7 @@ from torch import Tensor
 from fnmodels.inputs.windows import Windows
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.deepseek_v4.leaves import wide_norm
-from fnmodels.models.common.deepseek_v4.windows import Compressor, window_keys
+from fnmodels.models.common.deepseek_v4.windows import Compressor, keys_and_beside
 from fnmodels.models.common.family import LayerKind
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.windows import WindowKeys
@@ -95,11 +95,12 @@ def _made(
     ctx: Context, weights: Tree, x: Tensor, windows: Windows, starts: Tensor, config: Any, rotate: Rotate
 ) -> SharedKeys:
     """The keys of a layer that makes them; their index keys stand beside them in a cache."""
-    eps, H = config.rms_norm_eps, config.head_dim
+    eps = config.rms_norm_eps
     beside = functools.partial(index_of, weights["indexer"], eps=eps)
     how = Compressor("window", False, eps, rotate, beside)
-    made = window_keys(ctx, weights["compressor"], x, windows, starts, how=how)
-    return SharedKeys(made._replace(keys=made.keys[..., :H]), made.keys[..., H:])
+    keys, index = keys_and_beside(ctx, weights["compressor"], x, windows, starts, how=how)
+    assert index is not None
+    return SharedKeys(keys, index)
 
 
 def _lent(ctx: Context) -> SharedKeys:
