@@ -68,7 +68,7 @@ SEQUENTIAL = {
     "gemma4_moe": "gemma4_text_moe",
 }
 NORMED = {"muse_spark": "muse_spark_text"}  # what each expert returns
-STREAMS = {name: name for name in ("deepseek_v4", "deepseek_v41")}
+STREAMS = {name: name for name in ("deepseek_v4", "deepseek_v41", "deepseek_v41_plain")}
 GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by kernel="sparse"
 BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
 # with a summand that goes on to the next layer; with tables in layers, and a convolution

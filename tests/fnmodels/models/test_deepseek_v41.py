@@ -199,11 +199,15 @@ def state_of(folder: Path) -> State:
     return {n: t.double().requires_grad_() for n, t in load_file(folder / "model.safetensors").items()}
 
 
-@pytest.mark.parametrize("text", [TEXT, PLAIN], ids=["usual", "plain"])
-def test_logits_and_gradients_are_those_of_a_written_out_model(text: Any, tmp_path: Path, shows: Shows) -> None:
+@pytest.mark.parametrize("values", [TINY, PLAIN], ids=["usual", "plain"])
+def test_logits_and_gradients_are_those_of_a_written_out_model(values: Any, tmp_path: Path, shows: Shows) -> None:
     """Each document alone, packed and padded rows, with gradients of every parameter that has one."""
-    shows("deepseek_v41", "loops")
-    config, params = deepseek_v41.Config.from_hf(text), made(text, tmp_path)
+    config, params, text = (
+        deepseek_v41.Config.from_hf(values),
+        made(values, tmp_path),
+        values.get("text_config", values),
+    )
+    shows(config.model_type, "loops")
     prepared = fnmodels.prepare(config, TOKENS, positions=positions_of(ROWS), segment_ids=ROWS)
     got: Any = fnmodels.forward(params, *prepared, config=config)
     state, total = state_of(tmp_path), torch.zeros((), dtype=torch.float64)

@@ -346,8 +346,13 @@ def test_gathered_keys(ranks: Ranks, name: str, mesh: str) -> None:
     checked(ranks(Mesh.parse(mesh).world)(errors_of, name, mesh, {}, {}), name)
 
 
-@pytest.mark.parametrize(("mesh", "strategy", "options"), STREAMS)
-@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41"])
+@pytest.mark.parametrize(
+    ("name", "mesh", "strategy", "options"),
+    [
+        *((name, *given) for name in ("deepseek_v4", "deepseek_v41") for given in STREAMS),
+        *(("deepseek_v41_plain", *given) for given in STREAMS if given[0] in ("cp=2", "pp=2,tp=2")),
+    ],
+)
 def test_streams_and_keys_of_windows(
     ranks: Ranks, name: str, mesh: str, strategy: dict[str, Any], options: dict[str, Any], shows: Shows
 ) -> None:
