@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.models.common.carried import left_like
+from fnmodels.models.common.carried import left_like, stream_shape
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import (
     DecoderConfig,
@@ -19,7 +19,6 @@ from fnmodels.models.common.family import (
     function_of,
     is_routed,
     stored_layers,
-    stream_shape,
     traits_of,
 )
 from fnmodels.models.common.registry import family_of, stack_configs

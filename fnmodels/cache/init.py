@@ -10,7 +10,7 @@ from torch import Tensor
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.rules import Rule
-from fnmodels.models.common.carried import left_like
+from fnmodels.models.common.carried import left_like, stream_shape
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import (
     DecoderConfig,
@@ -18,7 +18,6 @@ from fnmodels.models.common.family import (
     field_of,
     function_of,
     stored_layers,
-    stream_shape,
     traits_of,
 )
 from fnmodels.models.common.registry import family_of, stack_configs, text_config

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fnmodels.models.common.carried import joins
+from fnmodels.models.common.carried import joins, own_choices
 from fnmodels.models.common.family import (
     DecoderConfig,
     Family,
@@ -20,7 +20,6 @@ from fnmodels.models.common.family import (
     field_of,
     function_of,
     is_routed,
-    own_choices,
     stored_layers,
     traits_of,
 )

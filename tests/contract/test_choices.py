@@ -14,8 +14,9 @@ import fnmodels
 import train
 from fnmodels import deepseek, tree
 from fnmodels.models.common import chosen_keys
+from fnmodels.models.common.carried import own_choices
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.family import LayerKind, own_choices
+from fnmodels.models.common.family import LayerKind
 from fnmodels.ops import indexer
 from fnmodels.ops.indexer import Indexer
 from tests.support.cases import (

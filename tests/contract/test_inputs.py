@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnmodels
 from fnmodels import tree
 from fnmodels.inputs.mask import attention_part
-from fnmodels.models.common.family import field_of, stream_shape
+from fnmodels.models.common.carried import stream_shape
+from fnmodels.models.common.family import field_of
 from fnmodels.ops.streams.hyper import opened
 from fnmodels.options import ForwardOptions
 from tests.support.cases import (

@@ -14,7 +14,8 @@ import fnmodels
 import params as P
 import train
 from fnmodels import tree
-from fnmodels.models.common.family import own_choices, traits_of
+from fnmodels.models.common.carried import own_choices
+from fnmodels.models.common.family import traits_of
 from fnmodels.ops import indexer, linear, mlp
 from fnmodels.ops.invariant import attention as tiles
 from fnmodels.ops.invariant import rows as invariant

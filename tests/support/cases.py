@@ -52,7 +52,8 @@ from fnmodels.inputs.mask import attention_part
 from fnmodels.inputs.order import Segments
 from fnmodels.inputs.windows import Windows
 from fnmodels.models.common import context
-from fnmodels.models.common.family import LayerKind, field_of, own_choices, parsed, stored_layers, traits_of
+from fnmodels.models.common.carried import own_choices
+from fnmodels.models.common.family import LayerKind, field_of, parsed, stored_layers, traits_of
 from fnmodels.models.common.registry import ordered_kinds
 from fnmodels.ops.rotary import frequencies
 from tests.support.entered import entered

@@ -17,7 +17,7 @@ from torch import Tensor
 import params as P
 from fnmodels import family_of
 from fnmodels.inputs.packing import IGNORE
-from fnmodels.models.common.family import shares_rows
+from fnmodels.models.common.carried import shares_rows
 from fnmodels.models.common.registry import stack_configs
 from fnmodels.options import Block
 from fnmodels.tree import Tree

@@ -18,8 +18,27 @@ from torch import Tensor
 from fnmodels.ops.slots import Entry
 from fnmodels.tree import Tree
 
-from .family import LayerKind, function_of, own_choices, parsed, traits_of
+from .family import LayerKind, field_of, function_of, parsed, traits_of
 from .registry import family_of
+
+
+def stream_shape(config: Any, index: int) -> tuple[int, ...]:
+    """The dimensions after [B, S] of the residual stream before layer `index` of a stack: (n, D) or (D,)."""
+    streams = field_of(config, "residual_streams")
+    inside = streams and 0 < index < config.num_hidden_layers
+    return (streams, config.hidden_size) if inside else (config.hidden_size,)
+
+
+def own_choices(kinds: Sequence[str]) -> list[int]:
+    """The layers with an indexer of their own."""
+    layers = enumerate(map(LayerKind.parse, kinds))
+    return [index for index, kind in layers if kind.indexed and not kind.shares_choice]
+
+
+def shares_rows(family: Any) -> bool:
+    """Whether its layers read tensors of full rows, by its function `shared`, of which a piece of a row has others."""
+    traits = traits_of(family)
+    return hasattr(family, "shared") and not (traits.reads_ids or traits.shares_tables)
 
 
 def takes_choice(kinds: Sequence[str], index: int) -> bool:

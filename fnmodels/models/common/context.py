@@ -53,6 +53,7 @@ from fnmodels.options import USUAL, Block, Experts, ForwardOptions, Tap, untappe
 from fnmodels.tree import Tree, flatten
 
 from .chosen_keys import ChoiceHooks, chosen_keys
+from .passing import Passing
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
 STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
@@ -62,7 +63,7 @@ PATTERN_TAPS = ("attention.scores", "attention.pattern")  # [B, N, Q, K], where 
 _USE, _NO_DROPOUT = SlotUse(), Dropout()
 
 
-class Context(ChoiceHooks):
+class Context(ChoiceHooks, Passing):
     """The services of one call of one layer's block; created in each call, inside the remat or compiled region.
 
     options, taps, use: static, bound to the block. tensors: keyword tensors of this call, such as valid and routing,
@@ -171,24 +172,6 @@ class Context(ChoiceHooks):
         q, lent = self.tap("attention.q", q), self.tensors["kv"]
         k, v = (self.tap(f"attention.{name}", lent[name]) for name in "kv")
         return self.tap("attention.z", self._attention(q, k, v, mask, scale=scale))
-
-    def lend(self, **tensors: Tensor) -> None:
-        """Lends tensors to later layers, whose kind has the word "reads"; see `lent_like` of families."""
-        self.aux["kv"] = tensors
-
-    def lent(self) -> Entry:
-        """What the last layer of the kind `LayerKind.beside` has lent."""
-        value: Entry = self.tensors["kv"]
-        return value
-
-    def leave(self, value: Tensor) -> None:
-        """Leaves value [B, S, ..., D] for the next layer, whose kind has the word "joins"; see `left_shape`."""
-        self.aux["left"] = value
-
-    def left(self) -> Tensor:
-        """The tensor that the layer before has left for this one."""
-        value: Tensor = self.tensors["left"]
-        return value
 
     def layer_input(self) -> Tensor:
         """This layer's part of what the family's `layer_inputs` returns: [B, S, P]."""

@@ -218,19 +218,11 @@ class LayerKind:
 
 
 _PLACES = ("reuse", "reads", "shared", "opens", "folds", "joins")  # words that are of a layer's place in the stack
+_PARSED: dict[str, LayerKind] = {}
 
 
 def _stem(words: Sequence[str]) -> str:
     return "_".join(word for word in words if word not in _PLACES and not word.startswith("ngrams"))
-
-
-_PARSED: dict[str, LayerKind] = {}
-
-
-def own_choices(kinds: Sequence[str]) -> list[int]:
-    """The layers with an indexer of their own."""
-    layers = enumerate(map(LayerKind.parse, kinds))
-    return [index for index, kind in layers if kind.indexed and not kind.shares_choice]
 
 
 @dataclass(frozen=True)
@@ -367,8 +359,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "mtp_kinds": None,
     # (config, index) -> the dimensions after [B, S] of what the layer before `index` has left for it (`Context.left`)
     "left_shape": lambda config, index: (config.hidden_size,),
-    # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} of what a layer of this kind lends, on the device
-    # of x; keys: tokens of a row over all ranks. None: "k" and "v", as in a cache
+    # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} that a layer of this kind lends, of rows of so many
+    # keys over all ranks; None: "k" and "v", as in a cache
     "lent_like": None,
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }
@@ -385,12 +377,6 @@ def model_types(family: Any) -> tuple[str, ...]:
     return types
 
 
-def shares_rows(family: Any) -> bool:
-    """Whether its layers read tensors of full rows, by its function `shared`, of which a piece of a row has others."""
-    traits = traits_of(family)
-    return hasattr(family, "shared") and not (traits.reads_ids or traits.shares_tables)
-
-
 def parsed(kinds: Iterable[str]) -> list[LayerKind]:
     """The kinds of these names."""
     return [LayerKind.parse(kind) for kind in kinds]
@@ -404,13 +390,6 @@ def is_routed(family: Family, kind: str) -> bool:
 def field_of(config: Any, name: str) -> Any:
     """A field of the config, or its default in CONFIG_DEFAULTS."""
     return getattr(config, name, CONFIG_DEFAULTS[name])
-
-
-def stream_shape(config: Any, index: int) -> tuple[int, ...]:
-    """The dimensions after [B, S] of the residual stream before layer `index` of a stack: (n, D) or (D,)."""
-    streams = field_of(config, "residual_streams")
-    inside = streams and 0 < index < config.num_hidden_layers
-    return (streams, config.hidden_size) if inside else (config.hidden_size,)
 
 
 def stored_layers(config: Any, kinds: Sequence[str]) -> tuple[int, ...]:

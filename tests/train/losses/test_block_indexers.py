@@ -10,8 +10,8 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import tree
+from fnmodels.models.common.carried import own_choices
 from fnmodels.models.common.context import Context
-from fnmodels.models.common.family import own_choices
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.attention.windows import visible
 from fnmodels.ops.indexer import keys_of

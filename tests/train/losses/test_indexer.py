@@ -11,7 +11,7 @@ from torch import Tensor
 import fnmodels
 import train
 from fnmodels import tree
-from fnmodels.models.common.family import own_choices
+from fnmodels.models.common.carried import own_choices
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.indexer import Indexer

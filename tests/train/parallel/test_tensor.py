@@ -13,7 +13,8 @@ from torch import Tensor
 
 import fnmodels
 from fnmodels import tree
-from fnmodels.models.common.family import field_of, parsed, shares_rows, traits_of
+from fnmodels.models.common.carried import shares_rows
+from fnmodels.models.common.family import field_of, parsed, traits_of
 from fnmodels.models.common.spec import weight
 from fnmodels.ops.attention.select import attention
 from fnmodels.run_params import RunParams

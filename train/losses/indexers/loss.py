@@ -12,7 +12,8 @@ from torch import Tensor
 import fnmodels
 from fnmodels import tree
 from fnmodels.apply import hidden_states
-from fnmodels.models.common.family import DecoderConfig, own_choices
+from fnmodels.models.common.carried import own_choices
+from fnmodels.models.common.family import DecoderConfig
 from fnmodels.options import ForwardKwargs, ForwardOptions
 from fnmodels.tree import Tree
 from train.loss import run_options

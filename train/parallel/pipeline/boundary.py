@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from fnmodels.models.common.carried import borrowed, joins, left_like, takes_choice
-from fnmodels.models.common.family import field_of, function_of, parsed, stream_shape, traits_of
+from fnmodels.models.common.carried import borrowed, joins, left_like, stream_shape, takes_choice
+from fnmodels.models.common.family import field_of, function_of, parsed, traits_of
 from train.parallel.compose import full_width
 from train.run_options import RouterTerms
 

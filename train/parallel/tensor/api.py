@@ -29,7 +29,8 @@ from torch import Tensor
 
 from fnmodels import Cache, family_of, tree
 from fnmodels.models.common import mtp
-from fnmodels.models.common.family import DecoderConfig, field_of, shares_rows, stored_layers, traits_of
+from fnmodels.models.common.carried import shares_rows
+from fnmodels.models.common.family import DecoderConfig, field_of, stored_layers, traits_of
 from fnmodels.models.common.spec import Leaf
 from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
