@@ -4,7 +4,7 @@
 
     chosen    int64 [B, S, k], the last choice of keys, for layers without an indexer; see `fnmodels.ops.indexer`
     kv        {kind: {"k", "v"}}, each [B, S, heads, H], which layers of another kind borrow from the last of this one,
-              or what the family's `lent_like` says; kind: a `LayerKind.stem`
+              or, for rows of so many keys over all ranks, what the family's `lent_like` says; kind: a `LayerKind.stem`
     left      [B, S, D], or as the family's `left_shape` says: what a layer leaves for the next one, which adds it to
               the residual stream, reads it or passes it on
 """

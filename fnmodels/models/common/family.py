@@ -359,8 +359,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     "mtp_kinds": None,
     # (config, index) -> the dimensions after [B, S] of what the layer before `index` has left for it (`Context.left`)
     "left_shape": lambda config, index: (config.hidden_size,),
-    # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} that a layer of this kind lends, of rows of so many
-    # keys over all ranks; None: "k" and "v", as in a cache
+    # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} of what a layer of this kind lends, see `carried`
     "lent_like": None,
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
 }

@@ -81,7 +81,7 @@ _CANDIDATES = {"candidate_topk_blocks": "candidate_blocks", "candidate_block_siz
 _FIXED = FIXED | {"gate_temp": 1.0, "num_hash_layers": 0}
 _OUTER = ("vision_config", "image_token_id")
 # of the drafting heads, and what V4 has no use for
-_IGNORED = ("expert_dtype", "n_group", "topk_group", "num_nextn_predict_layers", "n_mtp_layers")
+_IGNORED: tuple[str, ...] = ("expert_dtype", "n_group", "topk_group", "num_nextn_predict_layers", "n_mtp_layers")
 _IGNORED += tuple(f"dspark_{n}" for n in ("block_size", "markov_rank", "n_routed_experts", "noise_token_id"))
 _IGNORED += ("dspark_num_experts_per_tok", "dspark_target_layer_ids")
 
@@ -168,11 +168,14 @@ class Config(mixture.SharedConfig):
         layers = sizes["num_hidden_layers"]
         layer_kinds = layer_kinds_of(fields, layers)
         ropes = ropes_of(fields, sizes["head_dim"], sizes["max_position_embeddings"])
+        candidates: dict[str, Any] = {
+            ours: fields.integer(theirs) for theirs, ours in _CANDIDATES.items() if theirs in fields.values
+        }
         defaults = SIZES | {"q_lora_rank": 1280, "index_n_heads": 32}
         config = Config(
             **sizes,
             **fields.plain(**defaults, routed_scaling_factor=1.5, swiglu_limit=10.0, rms_norm_eps=1e-20),
-            **{ours: fields.integer(theirs) for theirs, ours in _CANDIDATES.items() if theirs in fields.values},
+            **candidates,
             **ngrams_of(fields, sum(map(has_table, layer_kinds))),
             moe_intermediate_size=fields.integer("moe_intermediate_size"),
             n_routed_experts=fields.integer("n_routed_experts", 384, high=mixture.experts_limit(layers)),

@@ -380,3 +380,10 @@ def test_a_tower_is_refused_or_left_out_and_drafting_heads_are_left_out(tmp_path
         P.load_pretrained(tmp_path)
     again, params = P.load_pretrained(tmp_path, drop=("vision",))
     assert again == config and tree.flatten(params).keys() == tree.flatten(generic_params(config)).keys()
+
+
+@pytest.mark.parametrize("kernel", ["invariant", "blocks"])
+def test_kernels_without_keys_of_windows_are_refused(kernel: Any) -> None:
+    config = deepseek_v41.Config.from_hf(PLAIN)
+    with pytest.raises(ValueError, match="keys of windows"):
+        batch_of(config, ROWS).forward(generic_params(config), kernel=kernel)

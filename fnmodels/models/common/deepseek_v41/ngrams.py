@@ -58,7 +58,8 @@ def names(config: Any, ours: str, theirs: str) -> dict[str, Stored]:
     D = config.hidden_size
     rows = {f"{ours}.key_proj": config.residual_streams * D, f"{ours}.value_proj": D}
     plain = {"table": "embed.weight", "key_scale": "k_weight", "query_scale": "q_weight", "token_map": "token_map"}
-    return fuse(f"{theirs}.wkv.weight", rows) | {f"{ours}.{name}": f"{theirs}.{there}" for name, there in plain.items()}
+    found: dict[str, Stored] = {f"{ours}.{name}": f"{theirs}.{there}" for name, there in plain.items()}
+    return found | fuse(f"{theirs}.wkv.weight", rows)
 
 
 def add(weights: Tree, x: Tensor, config: Any, kind: str, ctx: Context) -> Tensor:

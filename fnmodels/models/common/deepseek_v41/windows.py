@@ -79,10 +79,13 @@ def shared_keys(
     else:
         inputs, indexer = (inputs[0].detach(), inputs[1].detach()), Indexer(config.index_topk, rotate)
         blocks = Blocks(config.candidate_blocks, config.candidate_size) if makes and "_finds" in kind else None
-        how = {"indexer": indexer, "blocks": blocks, "choices": ctx.tensors.get("choices")}
-        shared = choose_shared(own, inputs, freqs["table"], shared, windows, **how)
-        shared = replace(shared, choices=ctx.tap("choices", shared.choices))
-        ctx.aux["chosen"] = shared.choices
+        given = ctx.tensors.get("choices")
+        shared = choose_shared(
+            own, inputs, freqs["table"], shared, windows, indexer=indexer, blocks=blocks, choices=given
+        )
+        assert shared.choices is not None
+        ctx.aux["chosen"] = ctx.tap("choices", shared.choices)
+        shared = replace(shared, choices=ctx.aux["chosen"])
         keys = functools.partial(shared.windows._replace, keys=shared.index)
         seen = ctx.chose_windows(own, inputs, mask, freqs, shared.seen(windows), indexer=indexer, keys=keys)
     if makes:
