@@ -155,6 +155,7 @@ def test_every_field_is_changed_in_some_variant(family: str) -> None:
     fields = {field.name for case in mine for field in dataclasses.fields(case.config) if field.compare}
     fields -= {"intermediate_size"} if family == "nemotron_nas" else set()  # follows from its layers
     fields -= {"residual_streams"} if family == "hrm_text" else set()  # of which there are two
+    fields -= {"ngram_rows"} if family == "deepseek_v41" else set()  # whose next prime says the shapes of tables
     alike = all(len(set(fnmodels.family_of(case.config).kinds(case.config))) == 1 for case in mine)
     alike = alike or family in FOLLOWING
     assert fields - seen <= DESCRIPTIVE | NARROW | SIZES | ({"layer_kinds"} if alike else set())

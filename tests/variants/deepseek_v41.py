@@ -73,12 +73,13 @@ def variants() -> dict[str, Any]:
     return {name: deepseek_v41.Config.from_hf(values) for name, values in files.items()}
 
 
-# no tables, no candidates and no sliding layer
+# other rows of a head are others of a table, or none; no tables, no candidates and no sliding layer
 BLIND = {
+    "deepseek_v41": {"ngram_rows"},
     "deepseek_v41_plain": {
         *("candidate_blocks", "candidate_size", "local_rope.partial", "local_rope.theta"),
         *("ngram_head_dim", "ngram_heads", "ngram_ids", "ngram_padding", "ngram_rows"),
-    }
+    },
 }
 
 

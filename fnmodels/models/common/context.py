@@ -52,8 +52,8 @@ from fnmodels.ops.slots import Entry, SlotUse, extended
 from fnmodels.options import USUAL, Block, Experts, ForwardOptions, Tap, untapped
 from fnmodels.tree import Tree, flatten
 
+from .carried import Passing
 from .chosen_keys import ChoiceHooks, chosen_keys
-from .passing import Passing
 
 ATTENTION_TAPS = tuple(f"attention.{name}" for name in "qkvz")  # inputs and output of `attend`, [B, S, heads, H]
 STATE_TAP = "attention.state"  # of a recurrent layer, after each row's last token
