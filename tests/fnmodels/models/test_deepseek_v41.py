@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from fnmodels import deepseek_v41, tree
 from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.windows import Windows, build_windows
 from fnmodels.models.common import storage
-from fnmodels.models.common.deepseek_v41 import ngrams, windows
+from fnmodels.models.common.deepseek_v41 import drawn, ngrams, windows
 from fnmodels.ops.indexers import shared_windows
 from fnmodels.ops.indexers.shared_windows import SharedKeys
 from fnmodels.ops.streams import hyper
@@ -387,3 +388,11 @@ def test_kernels_without_keys_of_windows_are_refused(kernel: Any) -> None:
     config = deepseek_v41.Config.from_hf(PLAIN)
     with pytest.raises(ValueError, match="keys of windows"):
         batch_of(config, ROWS).forward(generic_params(config), kernel=kernel)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 10007, 10007 * 14, 2**32 - 1])
+@pytest.mark.parametrize("high", [2**33, (2**63 - 1) // 99092 // 2, 2**63 - 1])
+def test_multipliers_are_drawn_as_numpy_draws_them(seed: int, high: int) -> None:
+    """So many that some products are refused."""
+    wanted = np.random.default_rng(seed).integers(0, high, 200, dtype=np.int64)
+    assert drawn.integers(seed, high, 200) == wanted.tolist()

@@ -110,7 +110,7 @@ def ngrams_of(fields: Fields, tables: int) -> dict[str, Any]:
     if not tables:
         return {}
     low = {"ngram_padding": 0, "ngram_size": 2}
-    high = {"ngram_size": 16, "ngram_heads": 64, "ngram_head_dim": 1 << 16}
+    high = {"ngram_size": 16, "ngram_heads": 64, "ngram_head_dim": 1 << 16, "ngram_ids": 1 << 29}
     return {
         ours: fields.integer(theirs, low=low.get(ours, 1), high=high.get(ours, 1 << 31))
         for theirs, ours in _NGRAMS.items()

@@ -7,7 +7,6 @@ of the tokenizer.
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +18,8 @@ from fnmodels.models.common.storage import Stored, fuse
 from fnmodels.ops.streams.engram import add_engram, compressed, engram_hashes, engram_rows
 from fnmodels.ops.streams.ngrams import XorHash
 from fnmodels.tree import Tree
+
+from .drawn import integers
 
 _SEED = 10007  # times the index of a layer
 
@@ -32,8 +33,7 @@ def hashes_of(config: Any) -> tuple[XorHash, ...]:
 
 def _multipliers(layer: int, size: int, ids: int) -> Sequence[int]:
     """Of a token and of those before it: odd numbers whose products with compressed ids fit into int64."""
-    drawn = np.random.default_rng(_SEED * layer).integers(0, max(1, (2**63 - 1) // ids // 2), size, dtype=np.int64)
-    return [2 * int(number) + 1 for number in drawn]
+    return [2 * number + 1 for number in integers(_SEED * layer, (2**63 - 1) // ids // 2, size)]
 
 
 def leaves(config: Any, number: int) -> Tree:
