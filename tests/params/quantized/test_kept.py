@@ -50,6 +50,32 @@ def mxfp4_checkpoint(folder: Path) -> None:
     blocks.rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": []})
 
 
+def bitsandbytes_checkpoint(folder: Path, kind: str) -> None:
+    """Mixtral with attention and experts in nf4 or int8, as bitsandbytes stores the weights that it was made with."""
+    config = test_integers.CONFIGS["mixtral"]
+    P.save_pretrained(folder, config, generic_params(config, torch.bfloat16))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / FILE).items():
+        if not (".experts." in name or name.endswith("_proj.weight")):
+            tensors[name] = tensor
+        elif kind == "int8":
+            most = tensor.float().abs().amax(1)
+            tensors[name] = (tensor.float() / most[:, None] * 127).round().to(torch.int8)
+            stem = name.removesuffix(".weight")
+            tensors |= {f"{stem}.SCB": most, f"{stem}.weight_format": torch.tensor(0, dtype=torch.uint8)}
+        else:
+            groups = tensor.float().view(-1, 64)
+            most, table = groups.abs().amax(1), torch.linspace(-1, 1, 16)
+            codes = (groups / most[:, None] - table[:, None, None]).abs().argmin(0).flatten()
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(tensor.shape)}
+            packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+            tensors[name] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+            tensors |= {f"{name}.absmax": most, f"{name}.quant_map": table}
+            tensors[f"{name}.quant_state.bitsandbytes__nf4"] = packed
+    bits = {"load_in_8bit": True} if kind == "int8" else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    blocks.rewrite(folder, tensors, quantization_config={"quant_method": "bitsandbytes", **bits})
+
+
 CHECKPOINTS: dict[str, Any] = {
     **{f"{name} fp8": lambda folder, c=config: blocks.write(folder, c) for name, config in blocks.CONFIGS.items()},
     **{
@@ -59,7 +85,12 @@ CHECKPOINTS: dict[str, Any] = {
         if form in ("gptq", "awq", "packed, zeros and order", "int8")
     },
     "gpt_oss mxfp4": mxfp4_checkpoint,
+    "mixtral bitsandbytes nf4": lambda folder: bitsandbytes_checkpoint(folder, "nf4"),
+    "mixtral bitsandbytes int8": lambda folder: bitsandbytes_checkpoint(folder, "int8"),
 }
+
+
+EXPERTS = ("gpt_oss mxfp4", "mixtral gptq", "mixtral int8", "deepseek fp8")
 
 
 def kept_leaves(params: Any) -> Iterator[KeptWeight]:
@@ -133,11 +164,13 @@ def test_rows_of_one_tensor_are_written_plain_together(tmp_path: Path) -> None:
     assert one.keys() == other.keys() and all(torch.equal(leaf, other[path]) for path, leaf in one.items())
 
 
-@pytest.mark.parametrize("name", ["gpt_oss mxfp4", "mixtral gptq", "deepseek fp8"])
+@pytest.mark.parametrize("name", [*EXPERTS, "mixtral bitsandbytes nf4", "mixtral bitsandbytes int8"])
 def test_adapters_of_experts_train_on_a_kept_base(name: str, tmp_path: Path) -> None:
     """Their gradients and the merged model are those on the dequantized base."""
     CHECKPOINTS[name](tmp_path)
     config, plain, kept = both(tmp_path, dtype=torch.float32)
+    experts = [leaf for path, leaf in by_path(kept).items() if ".experts." in path and path.endswith("_proj")]
+    assert experts and all(isinstance(leaf, KeptWeight) for leaf in experts)
     batch = batch_of(config, segments((7, 5), (12,)))
     grads, merged = [], []
     for base in (plain, kept):
