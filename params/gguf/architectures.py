@@ -14,13 +14,14 @@ from .gemma import GEMMAS
 from .header import GgufFile
 from .hybrid import HYBRID
 from .latent import LATENT
+from .ling import LING
 from .metadata import Metadata
 from .older import OLDER
 from .recurrent import RECURRENT
 from .routed import ROUTED
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {**DENSE, **ROUTED, **LATENT, **HYBRID, **OLDER, **RECURRENT, **ENCODERS, **GEMMAS, **ENCODER_DECODERS}
+    {**DENSE, **ROUTED, **LATENT, **HYBRID, **OLDER, **RECURRENT, **ENCODERS, **GEMMAS, **ENCODER_DECODERS, **LING}
 )
 
 # {architecture that is not read: the model type of its family here}
@@ -28,7 +29,6 @@ UNREAD: Mapping[str, str] = MappingProxyType(
     {
         "apertus": "apertus",
         "bailingmoe": "bailing_moe",
-        "bailingmoe2": "bailing_moe_v2",
         "bitnet": "bitnet",
         "chatglm": "glm",
         "cohere2moe": "cohere2_moe",

@@ -284,6 +284,17 @@ MODELS |= {
         {**_T5, "architectures": ["T5EncoderModel"], "feed_forward_proj": "gated-gelu"},
     ),
 }
+# transformers has it not: its folder is written here
+MODELS |= {
+    "bailingmoe2": (
+        "bailingmoe2",
+        {"model_type": "bailing_moe", "architectures": ["BailingMoeV2ForCausalLM"], **_BASE}
+        | {"head_dim": 16, "rope_theta": 5e4, "partial_rotary_factor": 0.5, "moe_intermediate_size": 32}
+        | {"num_experts": 6, "num_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 3, "topk_group": 2}
+        | {"norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "use_qk_norm": True}
+        | {"num_nextn_predict_layers": 0, "score_function": "sigmoid"},
+    ),
+}
 # Fields that published configurations have, and the converter wants.
 _GEMMA4_HEADS: dict[str, Any] = {
     "global_head_dim": 32,
