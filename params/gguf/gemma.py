@@ -10,7 +10,7 @@ from fnmodels.models.common.config_json import ConfigJson
 from .architecture import TOP, Architecture, tensor_of
 from .dense import GEMMA, gemma3
 from .header import GgufFile
-from .metadata import Metadata
+from .metadata import Metadata, rows_of
 from .rotary_factors import ROPE_FACTORS
 
 _TANH = "gelu_pytorch_tanh"
@@ -32,7 +32,7 @@ def _layer_types(metadata: Metadata) -> list[str]:
 def _shared(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """The window, the layers that read others' keys, and the embeddings of tokens for each layer."""
     width = metadata.count("embedding_length_per_layer_input")
-    rows = {"vocab_size_per_layer_input": file.tensors[_PER_LAYER_TOKENS].shape[0]} if width else {}
+    rows = {"vocab_size_per_layer_input": rows_of(metadata, _PER_LAYER_TOKENS)} if width else {}
     return {
         "layer_types": _layer_types(metadata),
         "sliding_window": metadata.integer("attention.sliding_window"),
@@ -54,7 +54,7 @@ def _gemma3n(metadata: Metadata, file: GgufFile) -> ConfigJson:
     return {
         **_shared(metadata, file),
         "altup_num_inputs": metadata.integer("altup.num_inputs"),
-        "laurel_rank": file.tensors["blk.0.laurel_l.weight"].shape[0],
+        "laurel_rank": rows_of(metadata, "blk.0.laurel_l.weight"),
         "activation_sparsity_pattern": [_share(one) for one in metadata.each_layer("activation_sparsity_scale")],
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
         "rope_parameters": {

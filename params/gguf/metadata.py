@@ -101,6 +101,8 @@ class Metadata:
         """A value for each layer, of which a list has one each."""
         value = self.take(name)
         values = value if isinstance(value, list) else [value] * self.layers
+        if any(type(one) not in (int, float, bool) for one in values):
+            raise ConfigError(f"{self._key(name)} is {value!r}, but must be a number or a switch for each layer.")
         if len(values) < self.layers:
             raise ConfigError(f"{self._key(name)} has {len(values)} values for {self.layers} layers.")
         return values[: self.layers]
@@ -167,12 +169,16 @@ def rms_epsilon(metadata: Metadata) -> None:
         metadata.put("attention.layer_norm_rms_epsilon", epsilon)
 
 
+def rows_of(metadata: Metadata, tensor: str) -> int:
+    """The rows of a tensor, which give a size that no key has. ConfigError where the file has none of this name."""
+    if tensor not in metadata.tensors:
+        raise ConfigError(f"{metadata.path} has no tensor {tensor!r}, whose rows give a size of the model.")
+    return metadata.tensors[tensor].shape[0]
+
+
 def vocabulary(metadata: Metadata) -> ConfigJson:
     """The number of tokens, and whether the head has a matrix of its own."""
-    embedding = metadata.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ConfigError(f"{metadata.path} has no tensor 'token_embd.weight', which gives the size of the vocabulary.")
-    rows = embedding.shape[0]
+    rows = rows_of(metadata, "token_embd.weight")
     if (count := metadata.integer("vocab_size", rows)) != rows:
         raise ConfigError(
             f"{metadata.path}: '{metadata.architecture}.vocab_size' is {count}, "
