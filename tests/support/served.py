@@ -71,13 +71,22 @@ class Served:
 
 @contextmanager
 def serving(
-    folder: Path, *, token: str | None = None, saves: Path | None = None, kernel: Any = "auto", **limits: Any
+    folder: Path,
+    *,
+    token: str | None = None,
+    saves: Path | None = None,
+    kernel: Any = "auto",
+    bounds: Any = None,
+    **limits: Any,
 ) -> Iterator[Served]:
-    """A server of the folder's model on a free port of this machine; with `saves` it trains too."""
+    """A server of the folder's model on a free port of this machine; with `saves` it trains too.
+
+    bounds: of Tinker's protocol. limits: fields of `Limits`.
+    """
     from train.server.app import Limits
     from train.server.background import background
 
-    bounds = Limits(**{"slots": 8, "context": 256} | limits)
-    with background(folder, "tiny", limits=bounds, token=token, saves=saves, kernel=kernel) as running:
+    how: Any = {"limits": Limits(**{"slots": 8, "context": 256} | limits), "saves": saves, "bounds": bounds}
+    with background(folder, "tiny", token=token, kernel=kernel, **how) as running:
         port = running.url.removesuffix("/v1").rpartition(":")[2]
         yield Served(running.service, "127.0.0.1", int(port))

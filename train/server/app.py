@@ -87,6 +87,7 @@ class Service:
             metrics=self.metrics,
             kv_dtype=self._kv_dtype,
             kernel=self.kernel,
+            base=self.model.served,
         )
         try:
             yield

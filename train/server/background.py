@@ -12,6 +12,7 @@ from fnmodels.options import Kernel
 from .app import Limits, Service, application
 from .listening import Listening
 from .model import load
+from .tinker.kept import Bounds
 from .tinker.routes import tinker_routes
 from .tinker.trainer import Trainer
 
@@ -39,6 +40,7 @@ def background(
     port: int = 0,
     saves: Path | None = None,
     kernel: Kernel = "auto",
+    bounds: Bounds | None = None,
 ) -> Iterator[Running]:
     """Serves a folder's model on this machine as long as the block runs, and ends requests under way within seconds.
 
@@ -50,6 +52,7 @@ def background(
         port: Where it listens; 0: a free one.
         saves: Where the clients of Tinker's protocol save weights; None: the server does not train.
         kernel: Of all passes, see `fnmodels.forward`.
+        bounds: What is kept for the clients of Tinker's protocol; None: the default ones.
 
     Yields:
         The server.
@@ -59,7 +62,7 @@ def background(
         UserError: The token is empty.
     """
     service = Service(load(folder, name), limits or Limits(), kernel=kernel)
-    routes = None if saves is None else tinker_routes(Trainer(service, saves))
+    routes = None if saves is None else tinker_routes(Trainer(service, saves, bounds))
     app = application(service, token=token, routes=routes)
     server = Listening(app, service.model.name, port=port, grace=10, drain=service.drain)
     thread = threading.Thread(target=server.run)

@@ -65,6 +65,20 @@ def parser() -> Parser:
         metavar="FOLDER",
         help="where clients of --train save weights (default %(default)s)",
     )
+    flags.add_argument(
+        "--models",
+        type=integer(1).parse,
+        default=64,
+        metavar="N",
+        help="that clients of --train have at a time, all together (default %(default)s)",
+    )
+    flags.add_argument(
+        "--samplers",
+        type=integer(1).parse,
+        default=8,
+        metavar="N",
+        help="momentary ones that are kept of each model of --train, those used last (default %(default)s)",
+    )
     exact = "invariant: the same bits in any batch, and for --train in sampling and training (default: the fastest)"
     flags.add_argument("--kernel", choices=("invariant",), help=exact)
     flags.add_argument("--kv-dtype", choices=("int8",), help="cache keys and values in int8 (default: as computed)")
@@ -110,6 +124,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from .app import Limits, Service, application
     from .listening import SWITCH, Listening
     from .model import load
+    from .tinker.kept import Bounds
     from .tinker.routes import tinker_routes
     from .tinker.trainer import Trainer
 
@@ -119,7 +134,8 @@ def serve(arguments: argparse.Namespace) -> int:
     )
     kv_dtype = None if arguments.kv_dtype is None else torch.int8
     service = Service(model, limits, kv_dtype, arguments.kernel or "auto")
-    routes = tinker_routes(Trainer(service, arguments.saves)) if arguments.train else None
+    bounds = Bounds(models=arguments.models, samplers=arguments.samplers)
+    routes = tinker_routes(Trainer(service, arguments.saves, bounds)) if arguments.train else None
     app = application(service, token=token, routes=routes)
     address: dict[str, Any] = {"host": arguments.host, "port": arguments.port, "backlog": 2048}
     sys.setswitchinterval(SWITCH)

@@ -81,6 +81,7 @@ class Worker:
         metrics: What is counted.
         kv_dtype: Of the cache, see `BatchSettings`.
         kernel: Of all passes, see `fnmodels.forward`.
+        base: The model whose idle cache is kept; None: none is.
     """
 
     def __init__(
@@ -93,7 +94,9 @@ class Worker:
         metrics: Metrics,
         kv_dtype: torch.dtype | None = None,
         kernel: Kernel = "auto",
+        base: Served | None = None,
     ) -> None:
+        self._base = base
         self.slots, self.capacity, self.queue, self.metrics = slots, capacity, queue, metrics
         self._deliver, self._kv_dtype, self._kernel = deliver, kv_dtype, kernel
         self._changed, self._draining, self._stopped = threading.Condition(), False, False
@@ -199,30 +202,35 @@ class Worker:
         self.metrics.set("running", sum(len(line.running) for line in self._lines.values()))
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not (self._stopped or self._jobs or any(line.tickets() for line in self._lines.values())):
-                    self._changed.wait()
-                if self._stopped:
-                    break
-                if self._draining:  # requests that ran may wait again, where one of several failed
-                    self._refuse()
-                job = self._jobs.popleft() if self._jobs else None
-                cancelled, self._cancelled = self._cancelled, set()
-                lines = list(self._lines.items())
-                self._measure()
-            if job is not None:
-                self._done(job)
-            for model, line in lines:
-                self._forget(line, cancelled)
-                self._score(model, line)
-                self._advance(model, line)
-            with self._changed:
-                for model, line in lines[1:]:  # the memory of a cache that is idle, but for the first model's
-                    if not line.tickets():
-                        del self._lines[model]
+        while self._turn():  # which holds no model while it waits
+            pass
         self._refuse()
         self._deliver([(ticket, stopped()) for line in self._lines.values() for ticket in line.running.values()])
+
+    def _turn(self) -> bool:
+        """Waits for requests and does a job and a step of each model; False: the worker was stopped."""
+        with self._changed:
+            while not (self._stopped or self._jobs or any(line.tickets() for line in self._lines.values())):
+                self._changed.wait()
+            if self._stopped:
+                return False
+            if self._draining:  # requests that ran may wait again, where one of several failed
+                self._refuse()
+            job = self._jobs.popleft() if self._jobs else None
+            cancelled, self._cancelled = self._cancelled, set()
+            lines = list(self._lines.items())
+            self._measure()
+        if job is not None:
+            self._done(job)
+        for model, line in lines:
+            self._forget(line, cancelled)
+            self._score(model, line)
+            self._advance(model, line)
+        with self._changed:
+            for model, line in lines:  # the memory of a cache that is idle, but for the base model's
+                if model is not self._base and not line.tickets():
+                    del self._lines[model]
+        return True
 
     def _done(self, ticket: Ticket) -> None:
         assert ticket.job is not None

@@ -52,6 +52,11 @@ class AskedOfPrompt:
         draws = Draws(self.draws, temperature, seed) if self.draws else None
         return ScoredPrompt(tokens, images, self.likeliest, cells, draws)
 
+    def most(self, tokens: int) -> int:
+        """Bytes of what the answer says of a prompt of so many tokens, at most."""
+        further = 0 if self.targets is None else 12 * len(self.targets.asked) + 8 * tokens
+        return tokens * (4 * self.logp + 8 * self.likeliest + 12 * self.draws) + further
+
     def answer(self, scores: PromptScores | None) -> DrawnPrompt:
         """What the message of the answer has of it."""
         if scores is None:

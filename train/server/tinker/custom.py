@@ -34,6 +34,7 @@ def custom_routes(trainer: Trainer) -> list[Route]:
             loss = await trainer.service.in_thread(_loss, name, body, inputs, graph)
             if len([one for one in trainer.losses if one.startswith(f"{session}:")]) >= LOSSES:
                 raise ApiError(400, f"The session has {LOSSES} custom losses, which is all that it may have.")
+            trainer.make_room(trainer.losses, trainer.bounds.losses, "custom losses")
             trainer.futures.begin(request_id)
             trainer.losses[loss_id] = loss
             trainer.futures.end(request_id, {"type": "create_custom_loss", "loss_id": loss_id})

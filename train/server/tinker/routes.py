@@ -1,6 +1,6 @@
 """The routes that Tinker's package calls."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,9 @@ from ..body import Body
 from ..errors import ApiError
 from ..guard import read_body
 from .custom import custom_loss, custom_routes
+from .futures import SMALL
 from .samplers import sampler_routes
+from .samples import HEAD
 from .shared import MISTAKES, finish, future, post
 from .trainer import Adapters, Trainer
 from .wire import place_of, training_output, training_pass
@@ -131,13 +133,14 @@ def _model_routes(trainer: Trainer) -> list[Route]:
             if trainer.routed:
                 data, replayed = await service.in_thread(trainer.sequences.replayed, data, asked.spans, session)
 
-        def run(training: TrainingClient) -> bytes:
-            if custom is not None:
-                return training_output(training.forward_backward_custom(data, custom).result(), replayed)
-            compute = training.forward if asked.forward_only else training.forward_backward
-            return training_output(compute(data, asked.loss_fn, asked.config or None).result(), replayed)
+            def run(training: TrainingClient) -> bytes:
+                if custom is not None:
+                    return training_output(training.forward_backward_custom(data, custom).result(), replayed)
+                compute = training.forward if asked.forward_only else training.forward_backward
+                return training_output(compute(data, asked.loss_fn, asked.config or None).result(), replayed)
 
-        return future(trainer.order(asked.model_id, asked.seq_id, run), model_id=asked.model_id)
+            place = asked.model_id, asked.seq_id
+            return future(trainer.order(*place, run, size=_most_bytes(data)), model_id=asked.model_id)
 
     async def optim_step(request: HttpRequest) -> Response:
         body = await service.body(request)
@@ -211,7 +214,8 @@ def _model_routes(trainer: Trainer) -> list[Route]:
         body = await service.body(request)
         with trainer.turn(body.peek("model_id"), body.peek("seq_id")):
             kind, name = "save_weights_for_sampler", body.text("path")
-            session = trainer.model(body.needed("model_id")).session
+            model_id = body.needed("model_id")
+            session = trainer.model(model_id).session
             if body.text("kind", "snapshot") != "snapshot":
                 raise body.wrong("kind", '"snapshot": samplers keep the weights of their moment')
             number = body.integer("sampling_session_seq_id") if name else body.needed_integer("sampling_session_seq_id")
@@ -224,7 +228,7 @@ def _model_routes(trainer: Trainer) -> list[Route]:
 
             def named(sampling: SamplingClient) -> dict[str, Any]:
                 sampler_id = f"{session}:sample:{number}"
-                trainer.add_sampler(sampler_id, sampling)
+                trainer.add_sampler(sampler_id, model_id, sampling)
                 return {"type": kind, "sampling_session_id": sampler_id}
 
             if name:
@@ -259,6 +263,12 @@ def _model_routes(trainer: Trainer) -> list[Route]:
         post("unload_model", unload),
         post("weights_info", weights_info),
     ]
+
+
+def _most_bytes(data: Sequence[types.Datum]) -> int:
+    """Bytes of a pass's result at most: a log-probability for each target, and what is beside them."""
+    targets = [datum.loss_fn_inputs["target_tokens"] for datum in data if "target_tokens" in datum.loss_fn_inputs]
+    return SMALL + sum(HEAD + 4 * one.to_torch().numel() for one in targets)
 
 
 def _check_adamw(body: Body) -> None:

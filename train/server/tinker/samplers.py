@@ -7,10 +7,6 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-import params as P
-from fnmodels.errors import UserError
-from train.integrations.tinker.sampling import SamplingClient
-
 from ..errors import ApiError
 from ..worker import Ticket
 from .samples import SAMPLES, Sample
@@ -33,39 +29,25 @@ def sampler_routes(trainer: Trainer) -> list[Route]:
         trainer.check_base(base)
         sampler_id = f"{session}:sample:{number}"
         if path is None:
-            trainer.samplers[sampler_id] = service.model.served
+            trainer.samplers.add_base(sampler_id, service.model.served)
         else:
-
-            def load() -> SamplingClient:
-                place = trainer.place(path, "sampler_weights")
-                return SamplingClient(
-                    trainer.base, P.lora.load_adapters(place, trainer.base.config, trainer.base.params)
-                )
-
-            try:
-                trainer.add_sampler(sampler_id, await service.in_thread(load))
-            except (ValueError, UserError) as error:
-                raise ApiError(404, str(error)) from error
+            await trainer.samplers.add_named(sampler_id, path)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     async def sampler(request: HttpRequest) -> Response:
         sampler_id = request.path_params["name"]
-        _sampler(sampler_id)
+        trainer.samplers.check(sampler_id)
         return JSONResponse({"sampler_id": sampler_id, "base_model": service.model.name})
-
-    def _sampler(sampler_id: str) -> Any:
-        if sampler_id not in trainer.samplers:
-            raise ApiError(404, f"There is no sampler {sampler_id!r}: it was forgotten, or the server started anew.")
-        return trainer.samplers[sampler_id]
 
     async def asample(request: HttpRequest) -> Response:
         body = await service.body(request)
         sampler_id = body.text("sampling_session_id")
         if sampler_id is None:
             trainer.check_base(body.needed("base_model"))
-            model, request_id = service.model.served, uuid.uuid4().hex
+            request_id = uuid.uuid4().hex
         else:
-            model, request_id = _sampler(sampler_id), f"{sampler_id}:{body.needed_integer('seq_id')}"
+            trainer.keep(sampler_id.partition(":")[0])
+            request_id = f"{sampler_id}:{body.needed_integer('seq_id')}"
 
         def done(value: Any) -> None:
             tickets = under_way.pop(request_id, [])
@@ -79,11 +61,12 @@ def sampler_routes(trainer: Trainer) -> list[Route]:
         n = body.integer("num_samples", 1, low=1, high=SAMPLES)
         if request_id not in trainer.futures:
             service.worker.check_room(n)  # before anything is made
+            model = service.model.served if sampler_id is None else await trainer.samplers.find(sampler_id)
             limits = (service.model.ends, service.limits.context)
             sample = await service.in_thread(Sample, body, n, trainer.base, *limits, done, trainer.routed)
             await service.in_thread(service.worker.check, model, sample.requests[0])
         if request_id not in trainer.futures:  # still: the same request may have come meanwhile
-            trainer.futures.begin(request_id)
+            trainer.futures.begin(request_id, sample.most())
             try:
                 service.worker.submit(model, sample.tickets)
             except ApiError:
@@ -104,7 +87,7 @@ def sampler_routes(trainer: Trainer) -> list[Route]:
         body = await service.body(request)
         sampler_id = body.needed("sampling_session_id")
         finish(body, "join_sampling_session")
-        _sampler(sampler_id)
+        trainer.samplers.check(sampler_id)
         return JSONResponse({"type": "join_sampling_session", "client_counter": next(clones)})
 
     clones = iter(range(1, 1_000_000_000))

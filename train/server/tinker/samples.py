@@ -25,6 +25,7 @@ from .sequences import Recorded
 from .wire import Drawn, sample_output
 
 SAMPLES = 1024  # answers of one request, at most
+HEAD = 256  # bytes of a message, and of an answer in it, beside its arrays
 NAME = (("type", "sample"),)  # of the request, which Tinker's package repeats
 
 
@@ -128,6 +129,12 @@ class Sample:
             stopped = REASONS[event.reason] == "stop"
             self._answers[answer] = Drawn(found.tokens, found.logp, stopped, found.likeliest)
             self._open -= 1
+
+    def most(self) -> int:
+        """Bytes of the message at most."""
+        tokens = sum(request.max_new for request in self.requests)
+        head = HEAD * (1 + len(self.requests))
+        return head + tokens * (8 + 8 * self._answer_k) + self._asked.most(len(self.prompt))
 
     def recorded(self) -> list[Recorded]:
         """The answers with their experts, where they are recorded."""

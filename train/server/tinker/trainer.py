@@ -4,14 +4,17 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import params as P
+from fnmodels.errors import UserError
 from fnmodels.inputs.packing import IGNORE
 from fnmodels.models.common.registry import text_config
+from fnmodels.tree import Tree
 from train.generation.routing import expert_layers
 from train.integrations.tinker import types
 from train.integrations.tinker.base import Base
@@ -25,10 +28,12 @@ from ..app import Service
 from ..errors import ApiError
 from ..model import PICTURES
 from ..worker import Served, Ticket
-from .futures import Futures
+from .futures import SMALL, Futures
+from .kept import Bounds, Read, Samplers, stamp_of
 from .sequences import Sequences
 
 SESSION = 3600.0  # seconds after which a session without a sign of life is forgotten, with its models
+STALE = 600.0  # seconds after which it is forgotten where there is no room; Tinker's package gives one every 10
 HELD = 128  # requests to a model that wait for an earlier one, at most
 SCHEME = "tinker://"
 _PATH = re.compile(r"tinker://([0-9a-f]{12})/(weights|sampler_weights)/(.+)", re.DOTALL)
@@ -70,42 +75,70 @@ class Trainer:
     Args:
         service: The base model and its worker.
         folder: Where states and weights are saved.
+        bounds: What is kept at most; None: the default ones.
     """
 
-    def __init__(self, service: Service, folder: Path) -> None:
-        self.service, self.folder, self.futures = service, folder, Futures()
+    def __init__(self, service: Service, folder: Path, bounds: Bounds | None = None) -> None:
+        self.service, self.folder, self.bounds = service, folder, bounds or Bounds()
+        self.futures, self.samplers = Futures(self.bounds.results), Samplers(self.bounds, self._read_sampler)
         model = service.model
         loaded = model.served.config, model.served.params, model.pictures
         self.base = Base.of(model.folder.resolve(), *loaded, service.kernel)
         self.sessions: dict[str, float] = {}
         self.models: dict[str, Adapters] = {}
-        self.samplers: dict[str, Served] = {}
         self.losses: dict[str, TracedLoss] = {}
         self.sequences, self.routed = Sequences(), bool(expert_layers(text_config(model.served.config)))
 
     def begin_session(self) -> str:
-        """The id of a new session, which is forgotten when it gives no sign of life for an hour."""
+        """The id of a new session, which is forgotten when it gives no sign of life for an hour. ApiError 429 where
+        there are as many as may be."""
+        self.make_room(self.sessions, self.bounds.sessions, "sessions")
         made = uuid.uuid4().hex
         self.sessions[made] = time.monotonic()
+        self.samplers.begin(made)
         self._expire(made)
         return made
 
     def _expire(self, session: str) -> None:
         """Forgets a session that is silent, or looks again when it may be."""
+        if session not in self.sessions:  # it made room for another one
+            return
         left = self.sessions[session] + SESSION - time.monotonic()
         if left > 0:
             asyncio.get_running_loop().call_later(left, self._expire, session)
+        else:
+            self._forget(session)
+
+    def make_room(self, kept: Collection[str], most: int, kind: str) -> None:
+        """ApiError 429 where there are as many as may be, and no session with some of them is silent.
+
+        kept: their ids, which begin with those of their sessions; of these the one that is silent for longest goes.
+        """
+        if len(kept) < most:
             return
+        silent = min({name.partition(":")[0] for name in kept}, key=self.sessions.__getitem__)
+        if time.monotonic() - self.sessions[silent] < STALE:
+            raise ApiError(
+                429,
+                f"This server has {len(kept)} {kind}, which is all that it keeps; those of a session go when its "
+                f"client was silent for {STALE / 60:g} minutes: try again later.",
+                retry_after=30,
+            )
+        self._forget(silent)
+
+    def _forget(self, session: str) -> None:
+        """Forgets a session with all that is its own."""
         del self.sessions[session]
         self.sequences.forget(session)
         for model_id in [name for name, one in self.models.items() if one.session == session]:
             self.unload(model_id)
-        self.samplers = {name: one for name, one in self.samplers.items() if name.partition(":")[0] in self.sessions}
+        self.samplers.forget(session)
         self.losses = {name: one for name, one in self.losses.items() if name.partition(":")[0] in self.sessions}
 
     def unload(self, model_id: str) -> None:
-        """Forgets a model; requests to it that wait for an earlier one end with an error."""
+        """Forgets a model with its momentary samplers; requests that wait for an earlier one end with an error."""
         model = self.models.pop(model_id, None)
+        self.samplers.unload(model_id)
         for number in () if model is None else model.held:
             self.futures.end(f"{model_id}:{number}", ApiError(404, f"The model {model_id!r} was unloaded."))
 
@@ -153,21 +186,31 @@ class Trainer:
         self.keep(session)
         model_id = f"{session}:train:{number}"
         request_id = f"{model_id}:create"
-        if request_id not in self.futures:
+        if request_id not in self.futures and model_id not in self.models:
+            self.make_room(self.models, self.bounds.models, "models")
             self._begin(request_id)
             made = self.models[model_id] = Adapters(session, base_model)
             self._run(request_id, lambda: job(made), _unchanged)
         return request_id, model_id
 
-    def order(self, model_id: str, seq_id: int, job: Callable[[TrainingClient], Any], done: Done = _unchanged) -> str:
+    def order(
+        self,
+        model_id: str,
+        seq_id: int,
+        job: Callable[[TrainingClient], Any],
+        done: Done = _unchanged,
+        size: int = SMALL,
+    ) -> str:
         """The id of a request to a model, which runs after those with smaller seq_id.
 
         Where there is no room for it nothing has changed, and the client may send it again: a request that is left out
         would let those after it run without it.
 
-        done: makes the client's result of that of the job; it runs in the server's thread.
+        done: makes the client's result of that of the job, or raises ApiError; it runs in the server's thread.
+        size: bytes of the result at most.
         """
         model = self.model(model_id)
+        self.keep(model.session)
         request_id = f"{model_id}:{seq_id}"
         if request_id in self.futures:  # sent again, for its answer was lost
             return request_id
@@ -177,7 +220,7 @@ class Trainer:
             raise ApiError(
                 429, f"{HELD} requests wait for that with seq_id {model.next}: try again later.", retry_after=1
             )
-        self._begin(request_id)
+        self._begin(request_id, size, awaited=seq_id == model.next and bool(model.held))
         model.held[seq_id] = (lambda: job(model.ready())), done
         while model.next in model.held:
             number, model.next = model.next, model.next + 1
@@ -199,14 +242,17 @@ class Trainer:
                 self.order(model_id, seq_id, lambda training: _raised(refused))
             raise refused from error
 
-    def _begin(self, request_id: str) -> None:
+    def _begin(self, request_id: str, size: int = SMALL, *, awaited: bool = False) -> None:
         """ApiError where there is no room for a request."""
         self.service.worker.check_room(1)
-        self.futures.begin(request_id)
+        self.futures.begin(request_id, size, awaited=awaited)
 
     def _run(self, request_id: str, job: Job, done: Done) -> None:
         def put(value: Any) -> None:
-            self.futures.end(request_id, value if isinstance(value, Exception) else done(value))
+            try:
+                self.futures.end(request_id, value if isinstance(value, Exception) else done(value))
+            except ApiError as error:
+                self.futures.end(request_id, error)
 
         try:  # there was room when the request came
             self.service.worker.submit(None, [Ticket(put, job=job)], accepted=True)
@@ -233,11 +279,30 @@ class Trainer:
             )
         return found
 
-    def add_sampler(self, sampler_id: str, sampling: SamplingClient) -> None:
-        """A sampler with weights of its own, unless its session was forgotten meanwhile."""
-        if sampler_id.partition(":")[0] not in self.sessions:
-            return
-        self.samplers[sampler_id] = Served(*self.base.sampled(sampling.params), self.service.model.tokenizer)
+    def add_sampler(self, sampler_id: str, model_id: str, sampling: SamplingClient) -> None:
+        """A sampler of a model's weights of this moment. ApiError where the model was forgotten meanwhile."""
+        self.model(model_id)
+        self.samplers.add_momentary(sampler_id, model_id, self._served(sampling.params))
+
+    def _served(self, params: Tree) -> Served:
+        return Served(*self.base.sampled(params), self.service.model.tokenizer)
+
+    async def _read_sampler(self, path: str) -> Read:
+        """The model of saved weights, and the stamp of their files. ApiError where they cannot be read."""
+
+        def read() -> Read:
+            place = self.place(path, "sampler_weights")
+            while True:
+                before = stamp_of(place)
+                params = P.lora.load_adapters(place, self.base.config, self.base.params)
+                if stamp_of(place) == before:  # else others were saved meanwhile
+                    return self._served(params), before
+
+        try:
+            found: Read = await self.service.in_thread(read)
+        except (ValueError, UserError) as error:
+            raise ApiError(404, str(error)) from error
+        return found
 
     def path(self, client: TrainingClient, saved: str) -> str:
         """The address of a folder that a client saved."""

@@ -311,7 +311,7 @@ def test_requests_that_wait_for_an_earlier_one_have_a_bound(server: Served, monk
 def test_requests_under_way_have_a_bound_and_results_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures_file, "UNFINISHED", 3)
     monkeypatch.setattr(futures_file, "KEPT", 10)
-    made = Futures()
+    made = Futures(1 << 20)
     for name in "abc":
         made.begin(name)
     with pytest.raises(ApiError, match="3 requests are under way: try again later"):
@@ -357,10 +357,10 @@ def test_samplers_are_added_in_the_servers_thread(server: Served, monkeypatch: p
     names = list[str]()
     add = trainer_file.Trainer.add_sampler
 
-    def noted(self: Any, sampler_id: str, sampling: Any) -> None:
+    def noted(self: Any, sampler_id: str, model_id: str, sampling: Any) -> None:
         asyncio.get_running_loop()  # RuntimeError in another thread
         names.append(threading.current_thread().name)
-        add(self, sampler_id, sampling)
+        add(self, sampler_id, model_id, sampling)
 
     monkeypatch.setattr(trainer_file.Trainer, "add_sampler", noted)
     model = _model(server)
