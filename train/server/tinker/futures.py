@@ -8,14 +8,14 @@ from typing import Any
 from ..errors import ApiError
 
 KEPT = 4096  # results that were fetched and may be fetched again; the oldest are forgotten
-UNFINISHED = 4096  # requests whose result is to come or to be fetched, at most
+UNFINISHED = 4096  # requests whose result is to come, at most
 ABANDONED = 300.0  # seconds after which a result that nobody fetches may be forgotten; clients ask all the time
-SMALL = 4096  # bytes that a result without arrays is counted as
+SMALL = 4096  # bytes that a result is counted as at least, for it is held by objects
 
 
 class _Future:
     def __init__(self, size: int) -> None:
-        self.ready, self.value, self.size, self.since = asyncio.Event(), None, size, 0.0
+        self.ready, self.value, self.size, self.since = asyncio.Event(), None, max(size, SMALL), 0.0
 
 
 class Futures:
@@ -31,7 +31,7 @@ class Futures:
     def __init__(self, limit: int) -> None:
         self._open: OrderedDict[str, _Future] = OrderedDict()  # under way, or not fetched
         self._fetched: OrderedDict[str, _Future] = OrderedDict()  # in the order in which they were
-        self._limit, self._size = limit, 0
+        self._limit, self._size, self._unfinished = limit, 0, 0
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open or request_id in self._fetched
@@ -52,26 +52,26 @@ class Futures:
                 f"The result may have {size:,} bytes, and this server keeps {self._limit:,} bytes of results: ask for "
                 "fewer answers, tokens or likeliest tokens in a request.",
             )
-        self._make_room(size)
-        if not awaited and len(self._open) >= UNFINISHED:
-            raise ApiError(
-                429, f"{len(self._open)} requests are under way or not fetched: try again later.", retry_after=1
-            )
-        if not awaited and self._size + size > self._limit:
+        made = _Future(size)
+        self._make_room(made.size)
+        if not awaited and self._unfinished >= UNFINISHED:
+            raise ApiError(429, f"{self._unfinished} requests are under way: try again later.", retry_after=1)
+        if not awaited and self._size + made.size > self._limit:
             raise ApiError(
                 429,
-                f"Results that are under way or not fetched may have {self._size:,} bytes, and {size:,} more would be "
+                f"Results that are under way or not fetched may have {self._size:,} bytes, and {made.size:,} more would be "
                 f"above the limit of {self._limit:,}: try again later.",
                 retry_after=1,
             )
         self.forget(request_id)
-        self._open[request_id] = _Future(size)
-        self._size += size
+        self._open[request_id] = made
+        self._size += made.size
+        self._unfinished += 1
 
     def _make_room(self, size: int) -> None:
         while self._fetched and (self._size + size > self._limit or len(self._fetched) > KEPT):
             self._size -= self._fetched.popitem(last=False)[1].size
-        if self._size + size > self._limit or len(self._open) >= UNFINISHED:
+        if self._size + size > self._limit:
             before = time.monotonic() - ABANDONED
             for name in [name for name, one in self._open.items() if one.ready.is_set() and one.since < before]:
                 self.forget(name)
@@ -80,7 +80,8 @@ class Futures:
         """Its result, bytes or a JSON object, or the exception that it ended with."""
         future = self._open.get(request_id)
         if future is not None and not future.ready.is_set():
-            size = len(value) if isinstance(value, bytes) else SMALL
+            size = max(SMALL, len(value)) if isinstance(value, bytes) else SMALL
+            self._unfinished -= 1
             self._size += size - future.size
             future.value, future.size, future.since = value, size, time.monotonic()
             future.ready.set()
@@ -88,7 +89,9 @@ class Futures:
     def forget(self, request_id: str) -> None:
         """As if the request had not come."""
         future = self._open.pop(request_id, None) or self._fetched.pop(request_id, None)
-        self._size -= 0 if future is None else future.size
+        if future is not None:
+            self._size -= future.size
+            self._unfinished -= not future.ready.is_set()
 
     async def value(self, request_id: str, seconds: float) -> Any:
         """The result. ApiError 408 where it is not there after so long, and 410 for an unknown request."""

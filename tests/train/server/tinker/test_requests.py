@@ -323,8 +323,10 @@ def test_requests_under_way_have_a_bound_and_results_are_kept(monkeypatch: pytes
     for number in range(20):
         made.begin(str(number))
         made.end(str(number), number)
+        assert asyncio.run(made.value(str(number), 0.01)) == number
         kept = [str(n) for n in range(20) if str(n) in made]
         assert kept == [str(n) for n in range(max(0, number - 10), number + 1)]  # all, until there are ten before it
+    assert all(name in made for name in "abcd")  # which nobody has fetched
 
 
 def test_a_model_that_is_unloaded_ends_what_waits(server: Served) -> None:

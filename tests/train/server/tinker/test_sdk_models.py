@@ -118,3 +118,38 @@ def _of_sequence(kind: Any, prompt: list[int], sequence: Any, replay: bool) -> A
     spans = [whole, types.SampledProvenanceSpan(sequence_id=name, length=drawn - 1)]
     targets = [types.PromptProvenanceSpan(sequence_id=name, offset=1, length=size)]
     return datum.with_provenance(spans, [*targets, types.SampledProvenanceSpan(sequence_id=name, length=drawn)])
+
+
+def test_a_loop_runs_within_the_bounds_of_a_server(tmp_path: Path) -> None:
+    """A reference that each step uses stays, an older sampler is refused at once, one with a name is there again; and
+    where results are full the package waits, so that each of many answers is that of a request alone."""
+    from train.server.app import Limits
+    from train.server.background import background
+    from train.server.tinker.kept import Bounds
+
+    how: Any = {"limits": Limits(slots=16, context=64), "bounds": Bounds(samplers=2, named=1, results=40 << 10)}
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    with background(folder, "tiny", token="tml-secret", saves=tmp_path / "saves", kernel="invariant", **how) as running:
+        service = tinker.ServiceClient(base_url=running.url.removesuffix("/v1"), api_key="tml-secret")
+        training = service.create_lora_training_client(base_model="tiny", rank=4, seed=7).result()
+        prompt, params = types.ModelInput.from_ints(TOKENS[0]), types.SamplingParams(max_tokens=4, seed=5, stop=[])
+
+        def drawn(sampler: Any) -> list[float]:
+            found: list[float] = sampler.sample(prompt, 1, params).result().sequences[0].logprobs
+            return found
+
+        reference = training.save_weights_and_get_sampling_client().result()
+        wanted, older, named = drawn(reference), [], []
+        for step in range(4):
+            _supervised(training, types, 1)
+            older.append(training.save_weights_and_get_sampling_client().result())
+            path = training.save_weights_for_sampler(f"step-{step}").result().path
+            named.append(service.create_sampling_client(model_path=path).result())
+            assert drawn(older[-1]) == drawn(named[-1]) != wanted == drawn(reference)
+        with pytest.raises(tinker.APIStatusError, match="the 2 momentary ones that were used last are") as refused:
+            drawn(older[0])
+        assert refused.value.status_code == 410
+        answers = [drawn(one) for one in named]
+        assert answers[-1] == drawn(older[-1]) and len({tuple(one) for one in answers}) == 4
+        futures = [reference.sample(prompt, 4, params, topk_sample_logprobs=32) for _ in range(20)]
+        assert {tuple(one.result().sequences[0].logprobs) for one in futures} == {tuple(wanted)}
