@@ -59,8 +59,8 @@ class Futures:
         if not awaited and self._size + made.size > self._limit:
             raise ApiError(
                 429,
-                f"Results that are under way or not fetched may have {self._size:,} bytes, and {made.size:,} more would "
-                f"be above the limit of {self._limit:,}: try again later.",
+                f"Results that are under way or not fetched may have {self._size:,} bytes, and {made.size:,} more "
+                f"would be above the limit of {self._limit:,}: try again later.",
                 retry_after=1,
             )
         self.forget(request_id)

@@ -405,6 +405,7 @@ def test_sessions_models_and_losses_have_bounds(folder: Path, monkeypatch: pytes
         assert _refused(server, "create_custom_loss", body) == (429, f"This server has 2 custom losses, {words} later.")
         _post(server, "unload_model", {"model_id": first.model})
         assert _result(server, _post(server, "create_model", create)["request_id"])["type"] == "create_model"
+        _post(server, "session_heartbeat", {"session_id": first.session})  # after the last one of the second
         monkeypatch.setattr(trainer_file, "STALE", 0.5)
         time.sleep(0.6)
         second.update()  # a sign of life, as each request is
