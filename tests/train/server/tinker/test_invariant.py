@@ -59,9 +59,9 @@ def _pass(model: str, seq_id: int, sequences: list[list[int]], *, forward: bool 
 
 def _logprobs(output: bytes, sequences: list[list[int]]) -> list[np.ndarray[Any, Any]]:
     """The log-probabilities of each sequence's targets, from a message ForwardBackwardOutput."""
-    (record,) = _messages(_fields(output), 2)
-    (named,) = _messages(record, 2)
-    flat = np.frombuffer(_last_bytes(_fields(_last_bytes(named, 2)), 1), np.float32)
+    (record,) = _messages(_fields(output, None), 2, None)
+    (named,) = _messages(record, 2, None)
+    flat = np.frombuffer(_last_bytes(_fields(_last_bytes(named, 2), None), 1), np.float32)
     return np.split(flat, np.cumsum([len(tokens) - 1 for tokens in sequences])[:-1])
 
 
@@ -76,7 +76,7 @@ def _sampled(server: Served, sampler: str) -> list[tuple[list[int], list[int], n
     found = []
     for prompt, future in zip(PROMPTS, futures, strict=True):
         message = _result(server, future).encode(errors="surrogateescape")
-        for sequence in _messages(_fields(message), 1):
+        for sequence in _messages(_fields(message, None), 1, None):
             tokens = np.frombuffer(_last_bytes(sequence, 2), np.int32).tolist()
             found.append((prompt, tokens, np.frombuffer(_last_bytes(sequence, 3), np.float32)))
     return found

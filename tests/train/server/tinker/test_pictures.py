@@ -57,7 +57,7 @@ def _pass(model: str, number: int, chunk: bytes) -> bytes:
 
 
 def _message(content: str) -> Any:
-    return _fields(content.encode(errors="surrogateescape"))
+    return _fields(content.encode(errors="surrogateescape"), None)
 
 
 def _local(folder: Path) -> tuple[tinker.TrainingClient, types.ModelInput, types.Datum]:
@@ -73,8 +73,8 @@ def test_a_training_loop_has_the_numbers_of_this_process(server: Served, folder:
         body = server.send("/api/v1/forward_backward", _pass(model, number, _image()))[1]
         here = local.forward_backward([datum], "cross_entropy").result()
         message = _message(_result(server, body["request_id"]))
-        (pair,) = _messages(_messages(message, 2)[0], 2)
-        nats = np.frombuffer(_last_bytes(_fields(_last_bytes(pair, 2)), 1), np.float32)
+        (pair,) = _messages(_messages(message, 2, None)[0], 2, None)
+        nats = np.frombuffer(_last_bytes(_fields(_last_bytes(pair, 2), None), 1), np.float32)
         assert _text(pair, 1) == "logprobs" and nats.tolist() == here.loss_fn_outputs[0]["logprobs"].data
         step = {"model_id": model, "seq_id": number + 1, "adam_params": {"learning_rate": 0.01}}
         norm = _result(server, _post(server, "optim_step", step)["request_id"])["metrics"]["grad_norm"]
@@ -109,7 +109,7 @@ def test_answers_and_scores_of_a_prompt_are_those_of_this_process(server: Served
     message = _message(content)
     params = types.SamplingParams(max_tokens=5, temperature=0, stop=[0])
     here = local.sample(given, 2, params, include_prompt_logprobs=True).result()
-    answers = [np.frombuffer(_last_bytes(one, 2), np.int32).tolist() for one in _messages(message, 1)]
+    answers = [np.frombuffer(_last_bytes(one, 2), np.int32).tolist() for one in _messages(message, 1, None)]
     assert answers == [one.tokens for one in here.sequences]
     nats = np.frombuffer(_last_bytes(message, 2), np.float32)[1:]
     np.testing.assert_allclose(nats, here.prompt_logprobs[1:], rtol=1e-5, atol=1e-6)  # type: ignore[index]
