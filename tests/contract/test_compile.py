@@ -130,7 +130,9 @@ def guard(leaf: Any) -> Any:
     return (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
-BLOCKS = [case for case in covering_blocks() if case.family not in DEEP]  # see above
+# Blocks of `WHOLE` are captured above, and what they guard is the same in all layers of a kind; one is here too.
+_CAPTURED = WHOLE - {"gpt_oss"}
+BLOCKS = [case for case in covering_blocks() if case.family not in DEEP and case.name not in _CAPTURED]
 
 
 @pytest.mark.parametrize("case", BLOCKS, ids=str)

@@ -128,7 +128,7 @@ def test_grad_is_autograd(case: Case) -> None:
     assert off(dot(wanted, p.direction), difference(p.loss, p)) < 1e-7
 
 
-@every_part
+@every_structure
 def test_jvp(case: Case) -> None:
     """F1: forward mode equals differences, and <w, J u> = <J^T w, u>."""
     p = Problem(case)

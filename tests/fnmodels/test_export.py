@@ -14,19 +14,18 @@ from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, vmap
 from torch.nn.functional import cross_entropy
 
 import fnmodels
-from fnmodels import inkling2, llama, tree
-from fnmodels.models.common.family import field_of, parsed
+from fnmodels import llama, tree
 from fnmodels.tree import nodes
 from tests.support.cases import (
     Case,
     batch_of,
-    covering_blocks,
+    cases,
     generic_params,
     is_routed,
     richest,
     segments,
+    short,
     shortest,
-    variants_of,
 )
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
@@ -37,41 +36,13 @@ _GEMMA = dataclasses.replace(FAMILIES["gemma"].config, num_hidden_layers=1, laye
 SOFTCAP = Case("gemma", "softcap", None, _GEMMA)
 
 
-def _with_kinds(case: Case, kinds: tuple[str, ...]) -> Case:
-    """Of layers of these kinds, whose names in `Config.layer_kinds` may lack what the first and the last layer add."""
-    named = dict(zip(fnmodels.family_of(case.config).kinds(case.config), case.config.layer_kinds, strict=True))
-    config = dataclasses.replace(
-        case.config, num_hidden_layers=len(kinds), layer_kinds=tuple(named[kind] for kind in kinds)
-    )
-    return dataclasses.replace(case, config=config)
-
-
-# A loop of two layers that run twice after two others: what passes between layers, blocks and passes, by six layers in
-# place of the variant's ten.
-_LOOPED = {
-    "n_layers_per_attn_res_block": 2,
-    "loop_num_passes": 2,
-    "loop_layer_index_start": 2,
-    "loop_layer_index_end": 4,
-}
-LOOP = Case("inkling2", "inkling2_loop", None, inkling2.Config.from_hf(variants_of("inkling2").LOOP | _LOOPED))
-
-# Every second one, for test_compile.py traces the blocks of all, with layers of the kinds that none before it has.
-EXPORTED = [
-    _with_kinds(case, kinds)
-    if len(fnmodels.family_of(case.config).kinds(case.config)) > 1
-    and hasattr(case.config, "layer_kinds")
-    and not any(kind.source for kind in parsed(kinds))  # which read another layer's keys
-    and not parsed(kinds)[0].shares_choice  # which takes that of a layer before
-    and not field_of(case.config, "passes")  # whose kinds follow from its loops
-    and case.family != "longcat_flash"  # whose kinds come in pairs
-    else LOOP
-    if case.family == LOOP.family
-    else case
-    for case, kinds in list(covering_blocks().items())[::2]
-    # a program is for rows with fewer windows than a query reads, or for those with more
-    if case.family not in ("deepseek_v4", "deepseek_v41")
-]
+# One of each way in which a program gets its shapes: tests/contract/test_compile.py traces the blocks of all.
+# A mixer that goes along the sequence beside attention, no order, layers that run several times, windows with sinks and
+# experts, chosen keys, convolutions, lent keys, latent keys, states of blocks with a bias of scores.
+_NAMES = {"falcon_h1", "camembert", "ouro_expected", "gpt_oss", "glm_moe_dsa", "lfm2_moe", "gemma4_text_e"}
+_NAMES |= {"longcat_flash_biases", "inkling2_short"}
+EXPORTED = [short(case) for case in cases() if case.name in _NAMES]
+assert {case.name for case in EXPORTED} == _NAMES
 
 
 @pytest.fixture(autouse=True)

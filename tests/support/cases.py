@@ -317,36 +317,39 @@ def richest(group: Callable[[Case], str] = block_of) -> tuple[Case, ...]:
 
 @functools.cache
 def covering() -> tuple[Case, ...]:
-    """A few of the richest variants that have all of their kinds of layers and names of parameters between them.
+    """A few of the richest variants that have all that their kinds of layers say and names of parameters between them.
 
-    For tests that take seconds: the code of a block follows from its kind and its parameters.
+    For tests that take seconds: the code of a block follows from what its kind says and from its parameters.
     """
-    return tuple(fewest({c: {*map(_code_of, structure(c)[1])} | structure(c)[2] for c in richest()}))
+    return tuple(fewest({case: _flags_of(case) | structure(case)[2] for case in richest()}, cost_of))
 
 
 @functools.cache
 def representatives() -> tuple[Case, ...]:
-    """`covering`, one variant of each `attention_of`, and the plain Llama, in which bugs are planted; cut short.
+    """Few small variants that have what `covering` counts and each `attention_of` between them; cut short.
+
+    The plain Llama, in which bugs are planted, is the first.
 
     For tests of a tenth of a second per variant that try what is common to all blocks; what a block does by itself is
     tried by tests of every family.
     """
+    every = {case: _flags_of(case) | structure(case)[2] | {attention_of(case)} for case in cases()}
     llama = next(case for case in cases() if case.name == "llama")
-    return tuple(map(short, dict.fromkeys((llama, *covering(), *richest(attention_of)))))
+    return tuple(map(short, dict.fromkeys((llama, *fewest(every, cost_of)))))
 
 
 @functools.cache
 def parts_of(case: Case) -> set[str]:
     """The functions of ops, models and stack that its forward enters, and what they branch by.
 
-    They branch by the kinds of its layers, the names of its parameters and its `attention_of`.
+    They branch by what the kinds of its layers say, the names of its parameters and its `attention_of`.
     """
-    _, kinds, names, _ = structure(case)
+    names = structure(case)[2]
     batch, params = batch_of(case.config, segments((4,))), generic_params(case.config)
     prepared = batch.prepared()
     run = functools.partial(forward, params, prepared, config=case.config, kernel="math")
     functions = entered(run, fnmodels, ("ops", "models", "stack"))
-    return {*functions, *map(_code_of, kinds), *names, attention_of(case)}
+    return {*functions, *_flags_of(case), *names, attention_of(case)}
 
 
 @functools.cache
@@ -391,7 +394,8 @@ def chosen_operations() -> tuple[str, ...]:
 
 
 def _few(of: Callable[[Case], set[str]]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(("llama", *(case.name for case in fewest({case: of(case) for case in cases()})))))
+    few = fewest({case: of(case) for case in cases()}, cost_of)
+    return tuple(dict.fromkeys(("llama", *(case.name for case in few))))
 
 
 @functools.cache
@@ -404,16 +408,28 @@ def covering_blocks() -> dict[Case, tuple[str, ...]]:
         for kind in dict.fromkeys(kinds):
             layer = f"layers.{kinds.index(kind)}."
             parts = {path.removeprefix(layer) for path in flat if path.startswith(layer)}
-            parts.add(_code_of(kind))
+            parts |= _words_of(kind)
             if parts - seen:
                 found[case] = (*found.get(case, ()), kind)
             seen |= parts
     return found
 
 
-def _code_of(kind: str) -> str:
-    """The kind without what is seen by a layer's parameters: experts, and that a first layer lacks a norm."""
-    return re.sub(r"_moe$|_first$|\d", "", kind)
+def _flags_of(case: Case) -> set[str]:
+    """All that the kinds of its layers say, word by word: functions branch by a word, never by a whole kind."""
+    return set[str]().union(*map(_words_of, structure(case)[1]))
+
+
+def _words_of(kind: str) -> set[str]:
+    """Those of the kind without what is seen by a layer's parameters: experts, and that a first layer lacks a norm."""
+    return {re.sub(r"\d", "", word) for word in kind.split("_")} - {"", "moe", "first"}
+
+
+@functools.cache
+def cost_of(case: Case) -> float:
+    """About what a test on the case cut short takes: the layers that run, and the leaves that it treats."""
+    family, config = fnmodels.family_of(case.config), shortest(case.config)
+    return 2 + len(family.kinds(config)) + len(tree.flatten(family.spec(config))) / 8
 
 
 def shortest(config: Any, times: int = 1) -> Any:

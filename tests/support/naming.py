@@ -26,10 +26,18 @@ def pairs_of(names: Mapping[str, Any]) -> set[str]:
     return {re.sub(r"\d+", "#", f"{path} {stored}") for path, stored in names.items()}
 
 
-def fewest(parts: Mapping[T, Set[str]]) -> list[T]:
-    """Few of the models that have all parts between them: in turn the one with the most parts that are missing."""
+def fewest(parts: Mapping[T, Set[str]], cost: Callable[[T], float] = lambda _: 1.0) -> list[T]:
+    """Few of the models that have all parts between them: in turn the one with the most parts that are missing.
+
+    cost: of a test on a model: parts are counted by it, so that two small models may stand for a large one. Those whose
+    parts others have between them are left out at the end, the largest first.
+    """
     left, found = set[str]().union(*parts.values()), list[T]()
     while left:
-        found.append(max(parts, key=lambda model: len(parts[model] & left)))
+        found.append(max(parts, key=lambda model: len(parts[model] & left) / cost(model)))
         left -= parts[found[-1]]
+    for model in sorted(found, key=cost, reverse=True):
+        others = [other for other in found if other is not model]
+        if parts[model] <= set[str]().union(*(parts[other] for other in others)):
+            found = others
     return found

@@ -19,12 +19,18 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 SPLIT = ("pp=2", {"schedule": "InterleavedZeroBubble", "virtual": 2}, {"accumulate": 2})  # of four layers
 
 
-# Shards and pieces of rows know no family: each third one has them. Step 3.5, with output heads of its own, has the
-# second too, and heads that read streams have all of them, of two models.
+# Shards and pieces of rows know no family: each third one has them; every one has tp or pp, in turn. Step 3.5, with
+# output heads of its own, has the second too, and heads that read streams have all of them, of two models.
 THIRD = {"fsdp": 0, "sequence": 1, "cp": 2}
 STREAMS = ["mtp_deepseek_v4", "mtp_qwen4_exp_ngrams"]
 OTHERS = [name for name in HEADS if not mtp.source_taps(config_of(name))]
-CASES = [(name, way) for i, name in enumerate(OTHERS) for way in WAYS if way not in THIRD or i % 3 == THIRD[way]]
+TURNS = ("tp", "pp")
+CASES = [
+    (name, way)
+    for i, name in enumerate(OTHERS)
+    for way in WAYS
+    if (i % 3 == THIRD[way] if way in THIRD else way == TURNS[i % len(TURNS)])
+]
 
 
 CASES += [*((name, way) for name in STREAMS for way in WAYS), (STREAMS[0], "split"), ("mtp_step3p5", "sequence")]
