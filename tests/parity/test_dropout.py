@@ -16,7 +16,7 @@ import fnmodels
 from fnmodels.models.common.dropout import dropout_table
 from fnmodels.models.common.family import traits_of
 from fnmodels.ops.dropout import Dropout
-from tests.support.cases import Case, cases, cost_of, is_ordered, seed_of, tokens_of
+from tests.support.cases import Case, block_of, cases, cost_of, is_ordered, seed_of, tokens_of
 from tests.support.dropouts import apart, check_places, fixed_dropout, off, scaled
 from tests.support.oracle import assert_close, model_of, params_of
 
@@ -134,12 +134,13 @@ def test_the_same_tensors_are_dropped_at_the_same_rates_as_in_transformers(model
         check_places(p.ours, rates, theirs)
 
 
-# The cheapest type of each set of rates, with attention alone and with states: the test above has each place and rate
-# of every type, and how a mask of a place is drawn follows from the rate and the shape.
-DISTINCT: dict[Any, str] = {}
-for _name, _case in sorted(types().items(), key=lambda pair: -cost_of(pair[1])):
-    if _name not in IGNORED:
-        DISTINCT[str(dropout_table(_case.config)), is_ordered(_case)] = _name
+# One type of each block and set of rates, and of these the cheapest of each set, with attention alone and with states.
+# The test above has each place and rate of every type; how a mask is drawn follows from the rate and the shape.
+_OF_BLOCKS = {
+    (block_of(case), str(dropout_table(case.config))): name for name, case in types().items() if name not in IGNORED
+}
+_BY_COST = sorted(_OF_BLOCKS.values(), key=lambda name: cost_of(types()[name]), reverse=True)
+DISTINCT = {(str(dropout_table(types()[name].config)), is_ordered(types()[name])): name for name in _BY_COST}
 
 
 @pytest.mark.parametrize("model_type", DISTINCT.values())

@@ -317,25 +317,22 @@ def richest(group: Callable[[Case], str] = block_of) -> tuple[Case, ...]:
 
 @functools.cache
 def covering() -> tuple[Case, ...]:
-    """A few of the richest variants that have all that their kinds of layers say and names of parameters between them.
+    """A few of the richest variants that have all of their kinds of layers and names of parameters between them.
 
-    For tests that take seconds: the code of a block follows from what its kind says and from its parameters.
+    For tests that take seconds: the code of a block follows from its kind and its parameters.
     """
-    return tuple(fewest({case: _flags_of(case) | structure(case)[2] for case in richest()}, cost_of))
+    return tuple(fewest({c: {*map(_code_of, structure(c)[1])} | structure(c)[2] for c in richest()}))
 
 
 @functools.cache
 def representatives() -> tuple[Case, ...]:
-    """Few small variants that have what `covering` counts and each `attention_of` between them; cut short.
-
-    The plain Llama, in which bugs are planted, is the first.
+    """`covering`, one variant of each `attention_of`, and the plain Llama, in which bugs are planted; cut short.
 
     For tests of a tenth of a second per variant that try what is common to all blocks; what a block does by itself is
     tried by tests of every family.
     """
-    every = {case: _flags_of(case) | structure(case)[2] | {attention_of(case)} for case in cases()}
     llama = next(case for case in cases() if case.name == "llama")
-    return tuple(map(short, dict.fromkeys((llama, *fewest(every, cost_of)))))
+    return tuple(map(short, dict.fromkeys((llama, *covering(), *richest(attention_of)))))
 
 
 @functools.cache
@@ -408,11 +405,16 @@ def covering_blocks() -> dict[Case, tuple[str, ...]]:
         for kind in dict.fromkeys(kinds):
             layer = f"layers.{kinds.index(kind)}."
             parts = {path.removeprefix(layer) for path in flat if path.startswith(layer)}
-            parts |= _words_of(kind)
+            parts.add(_code_of(kind))
             if parts - seen:
                 found[case] = (*found.get(case, ()), kind)
             seen |= parts
     return found
+
+
+def _code_of(kind: str) -> str:
+    """The kind without what is seen by a layer's parameters: experts, and that a first layer lacks a norm."""
+    return re.sub(r"_moe$|_first$|\d", "", kind)
 
 
 def _flags_of(case: Case) -> set[str]:
@@ -426,8 +428,8 @@ def _words_of(kind: str) -> set[str]:
 
 
 @functools.cache
-def cost_of(case: Case) -> float:
-    """About what a test on the case cut short takes: the layers that run, and the leaves that it treats."""
+def cost_of(case: Any) -> float:
+    """About what a test on anything with such a config takes, cut short: the layers that run, and the leaves."""
     family, config = fnmodels.family_of(case.config), shortest(case.config)
     return 2 + len(family.kinds(config)) + len(tree.flatten(family.spec(config))) / 8
 

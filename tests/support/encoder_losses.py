@@ -63,7 +63,7 @@ from tests.fnmodels.models import (
 )
 from tests.support import wrappers
 from tests.support.cases import generic_params
-from tests.support.one_process import One, error, even, gradient_errors, watched
+from tests.support.one_process import One, by_one_rank, error, even, gradient_errors, watched
 from tests.support.ranks_pool import devices
 from tests.support.sense_losses import SENSES
 from tests.variants.bart import TINY as BART
@@ -427,6 +427,10 @@ def placed(config: Any, mesh: Mesh, how: Strategy) -> Any:
 
 @functools.cache
 def one_process(name: str) -> One:
+    return by_one_rank(f"encoder-{name}", lambda: _computed(name))
+
+
+def _computed(name: str) -> One:
     config, loss, halves = EVERY[name]()
     batch, params = {entry: torch.cat([half[entry] for half in halves]) for entry in halves[0]}, weights_of(config)
     optimizer = optimizer_of(name)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -118,6 +118,7 @@ CHANGES |= dict.fromkeys(("policy", *TAUGHT), CHANGES["batch"])
 LENGTH = 24  # what some rope scalings need: of the whole run, not of a rank's part
 CLIP = 0.5  # below the norms
 Errors = dict[str, float]
+T = TypeVar("T")
 
 
 @functools.cache
@@ -244,17 +245,22 @@ class One:
 
 @functools.cache
 def one_process(name: str, layers: int | None = None) -> One:
-    """Computed by the first of a pool's ranks, read by the others."""
+    """The reference of a model, with as many layers."""
+    return by_one_rank(f"{name}-{layers}", lambda: computed(name, layers))
+
+
+def by_one_rank(name: str, compute: Callable[[], T]) -> T:
+    """Computed by the first of a pool's ranks, read by the others; in a process without a pool, computed."""
     folder = os.environ.get(FOLDER)
     if folder is None:
-        return computed(name, layers)
-    path = Path(folder) / f"{name}-{layers}.pt"
+        return compute()
+    path = Path(folder) / f"{name}.pt"
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            torch.save(computed(name, layers), path)
-    one: One = torch.load(path, weights_only=False)
-    return one
+            torch.save(compute(), path)
+    found: T = torch.load(path, weights_only=False)
+    return found
 
 
 def computed(name: str, layers: int | None) -> One:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import zlib
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -27,13 +28,12 @@ from tests.support.cases import (
     generic_params,
     is_ordered,
     positions_of,
-    representatives,
     richest,
     segments,
     tokens_of,
 )
 from tests.support.naming import fewest
-from tests.support.one_process import even, weights_of
+from tests.support.one_process import by_one_rank, even, weights_of
 from tests.support.ranks_pool import Ranks, devices
 from train import mtp_loss, next_token_loss
 from train.comm import collectives
@@ -109,6 +109,11 @@ def gradients(loss: Tensor, params: Any) -> dict[str, Any]:
 
 @functools.cache
 def expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients of one process."""
+    return by_one_rank(f"tensor-{zlib.crc32(repr(config).encode())}", lambda: _expected(config))
+
+
+def _expected(config: Any) -> tuple[Tensor, dict[str, Tensor]]:
     params = tree.map(lambda p: p.clone().requires_grad_(), weights_of(config))
     loss = loss_of(config, params, chunk=None)
     return loss.detach(), gradients(loss, params)
@@ -210,13 +215,13 @@ def few_types() -> list[Case]:
 
 
 def modes() -> list[tuple[Case, bool]]:
-    """Each of `few_types` with or without sequence=True, in turn within its family; `representatives` with both.
+    """Each of `few_types` with or without sequence=True, in turn within its family; one of each `attention_of` with both.
 
     A step of models whose layers run several times is compared in test_hybrids: here torch adds the gradients of their
     passes as DTensors, for which it searches placements for minutes.
     """
     few = [case for case in few_types() if shareable(case) and not field_of(case.config, "passes")]
-    families, both = defaultdict[str, list[Case]](list), {case.name for case in representatives()}
+    families, both = defaultdict[str, list[Case]](list), {case.name for case in richest(attention_of)}
     for case in few:
         families[case.family].append(case)
     return [
