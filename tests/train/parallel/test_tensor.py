@@ -215,7 +215,7 @@ def few_types() -> list[Case]:
 
 
 def modes() -> list[tuple[Case, bool]]:
-    """Each of `few_types` with or without sequence=True, in turn within its family; one of each `attention_of` with both.
+    """Each of `few_types` with or without sequence=True, in turn within its family; both for each `attention_of`.
 
     A step of models whose layers run several times is compared in test_hybrids: here torch adds the gradients of their
     passes as DTensors, for which it searches placements for minutes.
