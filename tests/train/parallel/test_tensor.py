@@ -23,6 +23,7 @@ from params import Rules, plan
 from params.axes import SHIFTED
 from tests.support.cases import (
     Case,
+    attention_of,
     cases,
     causal,
     generic_params,
