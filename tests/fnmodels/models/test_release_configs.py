@@ -68,6 +68,7 @@ UNKNOWN = {
     "bailing_moe_v2",
     "Dream",
     "deepseek_v41",
+    "deepseek_v41_text",
     "FluxTransformer2DModel",
     "kimi_k2",
     "kimi_k3",
