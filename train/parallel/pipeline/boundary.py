@@ -76,7 +76,7 @@ def received(config: Any, lo: int, part: Microbatch, dtype: torch.dtype, sharing
     if joins(kinds, lo):
         left = left_like(config, lo, x)
         width = sharing.width(left.shape[-1], traits_of(family).left_axis)
-        found["carried.left"] = left[..., :width]
+        found["carried.left"] = left.new_empty(*left.shape[:-1], width)  # contiguous, as messages are
     sources = borrowed(kinds, lo)
     if (lent_like := function_of(family, "lent_like")) is not None:
         for kind in sources:
