@@ -33,6 +33,7 @@ from .form import ALL, EACH, INDICES, SCALES, Axis, Form, Part
 
 FP8 = (torch.float8_e4m3fn,)
 SHARD = r"\.shard_\d+\.(?=weight$)"  # in the names of a table's shards, which have one scale
+ENGRAM = r"\.engram\.embed\.(?=weight$)"  # in the names of tables of n-grams, whose rows have scales of their own
 BYTES = (torch.uint8,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of 8 neighbours, the one in each 4 bits of a word, lowest first
 _SIGNED4 = PackedIntegers(4, 1, signed=True)

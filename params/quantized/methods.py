@@ -163,6 +163,7 @@ def _fp8(inner: Fields, method: str) -> Quantization:
         if not named:
             yield from (forms.fp8_tensor(scale), forms.fp8_channel(scale))
         if blocks is not None:
+            yield replace(forms.fp8_blocks(scale, (1, blocks[1])), only=forms.ENGRAM)
             yield forms.fp8_blocks(scale, (blocks[0], blocks[1]))
         if method == "mxfp8":
             yield forms.mxfp8(scale)

@@ -344,6 +344,10 @@ REFUSED = {
     "another window": ({"compress_ratios": [0, 2, 1, 1, 1, 4]}, "a list of 0, 1 or 2 for each of 6"),
     "keys without a choice": ({"index_source_layer_ids": [1, 4]}, "only layers that choose make keys"),
     "candidates of no keys": ({"candidate_source_layer_id": 4}, "4 finds candidates"),
+    "keys behind candidates": (
+        {"kv_source_layer_ids": [1, 2, 4], "index_source_layer_ids": [1, 2, 4]},
+        "layer 4 makes keys after layer 2, which finds candidates",
+    ),
     "no keys": ({"kv_source_layer_ids": [2]}, "no layer before 1 makes keys of windows of 2 tokens"),
     "keys of another window": ({"compress_ratios": [0, 2, 1, 2, 1, 1]}, "no layer before 3 makes keys of windows of 2"),
     "rows": ({"engram_num_embeddings": [120, 185]}, "'engram_num_embeddings' is"),

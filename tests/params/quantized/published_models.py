@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.params.quantized.stored_forms import Maker, fp4, fp8, fp8_tensor, of_table
-from tests.variants import deepseek_v4, glm5_next, hy_v4, inkling2, minimax_m3, mistral_large4, qwen4_exp
+from tests.variants import deepseek_v4, deepseek_v41, glm5_next, hy_v4, inkling2, minimax_m3, mistral_large4, qwen4_exp
 
 Values = Mapping[str, Any]
 
@@ -97,6 +97,27 @@ def _v4(experts: str, maker: Maker) -> Published:
     )
 
 
+# DeepSeek V4.1's tables have a scale for each 32 numbers of a row, where other weights have one for 32 x 32.
+_V41 = deepseek_v41.TEXT | {"hidden_size": 96, "moe_intermediate_size": 64, "head_dim": 64, "qk_rope_head_dim": 16}
+_V41 |= {"q_lora_rank": 96, "o_lora_rank": 32, "index_n_heads": 4, "index_head_dim": 32, "engram_head_dim": 64}
+
+
+def _v41() -> Published:
+    squares = fp8((32, 32), "weight", "scale")
+    return Published(
+        _V41 | {"expert_dtype": "fp4"},
+        {"quantization_config": _UE8M0 | {"weight_block_size": [32, 32]}, "expert_dtype": "fp4"},
+        {
+            r".*\.compressor\..*": None,
+            r".*\.ffn\.experts\.\d+\.w[123]\.weight": fp4("weight", "scale"),
+            r".*\.engram\.embed\.weight": fp8((1, 32), "weight", "scale"),
+            r".*\.engram\.wkv\.weight": squares,
+            _V4_FP8: squares,
+        },
+        (*_V4_KEPT[:2], r".*\.ngrams\.(key|value)_proj"),
+    )
+
+
 _BYTES = torch.uint8
 _LINEAR = r".*\.(mlp|experts|\d+|shared_experts?|self_attn|linear_attn)\.\w+_proj\w*\.weight"
 _LATENT = {"hidden_size": 160, "moe_intermediate_size": 96, "intermediate_size": 192, "kv_lora_rank": 64}
@@ -114,6 +135,7 @@ _MLP = r".*\.mlp\.(experts\.|shared_expert\.)?(gate|up|down)_proj"
 PUBLISHED: dict[str, Published] = {
     "DeepSeek-V4-Flash": _v4("fp4", fp4("weight", "scale")),
     "DeepSeek V4 with experts in fp8": _v4("fp8", _BLOCKS),
+    "DeepSeek-V4.1-Flash": _v41(),
     "GLM-5.3-Flash": Published(
         glm5_next.TINY | _LATENT,
         {"quantization_config": _FP8 | _UNCONVERTED},

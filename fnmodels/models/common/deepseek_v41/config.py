@@ -67,6 +67,11 @@ def layer_kinds_of(fields: Fields, layers: int) -> tuple[str, ...]:
             f"{fields.where}: layers {sorted(makes)} make keys, {sorted(chooses)} choose and {finds} finds candidates "
             "(-1: none); only layers that choose make keys here, and only such a layer finds candidates."
         )
+    if finds >= 0 and (later := sorted(index for index in makes if index > finds)):
+        raise UnsupportedError(
+            f"{fields.where}: layer {later[0]} makes keys after layer {finds}, which finds candidates; choices among "
+            "keys of several layers are not supported, so that the last of kv_source_layer_ids must find them."
+        )
     found, source = [], None
     for index, ratio in enumerate(ratios[:layers]):
         source = index if index in makes else source
