@@ -204,3 +204,4 @@ FILES: dict[str, dict[str, Any]] = {
         },
     }
 }
+NO_FILE = {"deepseek_v41_text": "published files have the text under text_config of deepseek_v41"}
