@@ -252,6 +252,7 @@ def test_a_setting_that_is_not_honoured_must_have_its_default() -> None:
             check_supported(model, None, None, Settings(**{"needed": None} | wrong))
 
 
+@with_verl
 def test_a_setting_of_the_rollout_that_would_change_answers_is_refused() -> None:
     from verl.workers.config import RolloutConfig
     from verl.workers.config.model import MtpConfig
