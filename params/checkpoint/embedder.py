@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from .config import CONFIG
 from .embedder_tokenizer import SETTINGS, finish, prepared_tokenizer, text_limits
 from .hub import local_folder
 from .load import load_pretrained
+from .load_gguf import is_gguf
 from .save import write_model
 
 # {our name of a pooling: theirs}, in the order in which older folders concatenate them
@@ -57,7 +59,8 @@ _MODULES = {
 }
 _FILL_MASK = "fill-mask"  # the task of a model whose logits are pooled
 _PROMPTS = "config_sentence_transformers.json"
-_WRITTEN = ("modules.json", _PROMPTS, "1_Pooling", *SETTINGS)  # signs of a folder of the package
+MODULES = "modules.json"
+_WRITTEN = (MODULES, _PROMPTS, "1_Pooling", *SETTINGS)  # signs of a folder of the package
 _ACTIVATION = "torch.nn.modules.activation."
 
 
@@ -82,11 +85,15 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
         A named tuple of config, params and embedder.
 
     Raises:
-        UnsupportedError: Modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind a
+        UnsupportedError: A GGUF file, modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind a
             Transformer.
         CheckpointError: As in `load_pretrained`.
     """
     folder = local_folder(path, revision)
+    if is_gguf(folder):
+        raise UnsupportedError(
+            f"{folder} is a GGUF file: fnmodels-convert {folder} FOLDER makes a folder that load_embedder reads."
+        )
     modules = _modules(folder)
     if modules[1:2] and modules[1][0] == "SpladePooling":
         return _load_sparse(folder, modules, options)
@@ -173,30 +180,36 @@ def save_embedder(path: str | os.PathLike[str], config: DecoderConfig, params: T
     if len(dense) != len(embedder.dense):
         raise MismatchError(f"params has {len(dense)} dense layers, and the embedder {len(embedder.dense)}.")
     model = {name: value for name, value in params.items() if name != "dense"}
+    tensors = [_dense_tensors(layer, weights) for layer, weights in zip(embedder.dense, dense, strict=True)]
+    write_model(folder, config, model, beside=lambda temporary: write_modules(temporary, config, embedder, tensors))
+
+
+def write_modules(
+    folder: Path, config: DecoderConfig, embedder: Embedder, dense: Sequence[Mapping[str, LazyTensor]]
+) -> None:
+    """Writes what a folder of sentence-transformers has beside the model's files.
+
+    dense: the tensors of each dense layer.
+    """
     last = "SpladePooling" if embedder.sparse else "Pooling"
     names = ["Transformer", last, *["Dense"] * len(dense), *["Normalize"] * embedder.normalize]
     places = ["", *(f"{index}_{name}" for index, name in enumerate(names) if index)]
-    tensors = [_dense_tensors(layer, weights) for layer, weights in zip(embedder.dense, dense, strict=True)]
     listed = zip(names, places, strict=True)
     rows = [{"idx": i, "name": str(i), "path": at, "type": _MODULES[name]} for i, (name, at) in enumerate(listed)]
-
-    def write(temporary: Path) -> None:
-        for place in places[1:]:
-            (temporary / place).mkdir()
-        _write(temporary / places[1] / "config.json", _pooling_of(embedder, config))
-        for place, layer, weights in zip(places[2:], embedder.dense, tensors, strict=False):
-            values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
-            where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
-            _write(temporary / place / "config.json", values | {"activation_function": where + layer.activation})
-            write_tensors(temporary / place / "model.safetensors", weights)
-        limits: dict[str, Any] = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
-        limits |= {"transformer_task": _FILL_MASK} if embedder.sparse else {}
-        _write(temporary / SETTINGS[0], limits)
-        prompts = {"prompts": dict(embedder.prompts), "default_prompt_name": embedder.default_prompt}
-        _write(temporary / _PROMPTS, prompts)
-        _write(temporary / "modules.json", rows)
-
-    write_model(folder, config, model, beside=write)
+    for place in places[1:]:
+        (folder / place).mkdir()
+    _write(folder / places[1] / "config.json", _pooling_of(embedder, config))
+    for place, layer, weights in zip(places[2:], embedder.dense, dense, strict=False):
+        values = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias}
+        where = "torch.nn.modules.linear." if layer.activation == "Identity" else _ACTIVATION
+        _write(folder / place / "config.json", values | {"activation_function": where + layer.activation})
+        write_tensors(folder / place / "model.safetensors", weights)
+    limits: dict[str, Any] = {"max_seq_length": embedder.max_length, "do_lower_case": embedder.lower_case}
+    limits |= {"transformer_task": _FILL_MASK} if embedder.sparse else {}
+    _write(folder / SETTINGS[0], limits)
+    prompts = {"prompts": dict(embedder.prompts), "default_prompt_name": embedder.default_prompt}
+    _write(folder / _PROMPTS, prompts)
+    _write(folder / MODULES, rows)
 
 
 def _modules(folder: Path) -> list[tuple[str, Path]]:

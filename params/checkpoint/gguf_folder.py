@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 
+from fnmodels.embedding import Embedder
 from fnmodels.errors import memory_for
 from fnmodels.files import cache_folder, write_new
+from params.gguf.architectures import pooling_of
 from params.gguf.blocks import check_installed
 from params.gguf.header import GgufFile
 from params.gguf.parts import open_gguf, part_paths
-from params.gguf.tokenizer import special_ids, tokenizer_config, tokenizer_json
+from params.gguf.tokenizer import ending_ids, special_ids, tokenizer_config, tokenizer_json
 
 from .config import CONFIG
+from .embedder import MODULES, write_modules
 from .load_gguf import read_gguf
 from .manifest import digest
 from .save import write_model
@@ -25,6 +28,8 @@ from .save import write_model
 
 def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, tokenizer: bool = True) -> tuple[str, ...]:
     """Make a Hugging Face folder of a GGUF file, in one save as by `params.save_pretrained`.
+
+    A file that says how hidden states become one vector of a text gives a folder of sentence-transformers.
 
     Args:
         path: the file.
@@ -40,13 +45,16 @@ def convert(path: Path, folder: Path, dtype: torch.dtype | None = None, *, token
         file = open_gguf(path, stack)
         companions = _companions(file) if tokenizer else {}
         config, params = read_gguf(file, dtype)
+        how = pooling_of(file)
 
         def write(temporary: Path) -> None:
             for name, content in companions.items():
                 write_new(temporary / name, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+            if how is not None:  # a file does not say whether vectors are normalized
+                write_modules(temporary, config, Embedder((how,), normalize=False), ())
 
         write_model(folder, config, params, beside=write)
-    return tuple(companions)
+    return (*companions, *([MODULES] if how is not None else []))
 
 
 def converted(path: Path) -> Path:
@@ -69,9 +77,11 @@ def converted(path: Path) -> Path:
 def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:
     """{name: content} of the files of the tokenizer, and of the tokens that end a text."""
     ids = special_ids(file.path, file.metadata)
-    keys = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+    ends = ending_ids(file.path, file.metadata)
+    named = {"bos_token_id": ids.get("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    named |= {"pad_token_id": ids.get("padding")}
     return {
         "tokenizer.json": tokenizer_json(file.path, file.metadata),
         "tokenizer_config.json": tokenizer_config(file.path, file.metadata),
-        "generation_config.json": {key: ids[name] for name, key in keys.items() if name in ids},
+        "generation_config.json": {key: value for key, value in named.items() if value is not None},
     }

@@ -12,7 +12,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .blocks import dequantized
 from .header import GgufFile
-from .metadata import Metadata, decoder_fields
+from .metadata import Metadata, decoder_fields, pooling
 from .rotary_factors import LONG_FACTORS, ROPE_FACTORS, llama3_scaling
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -68,7 +68,8 @@ class Architecture:
         flags: {field: tensor of the first layer that has it} of switches.
         more: the fields that need code, which are read before all others.
         epsilon: the field of the epsilon of norms that subtract the mean, None for RMS norms.
-        without: fields of all decoders that config.json has not.
+        without: fields of all decoders that config.json has not. A key of one that would change the maths is refused,
+            unless `more` reads it.
         with_head_dim: whether the default of head_dim in config.json is another than a quotient.
         interleaved: whether rows of q and k are in the order of rotations of neighbours (llama.cpp's older form).
         norm_offset: what the file adds to the weights of norms, which multiply by 1 + weight.
@@ -101,7 +102,10 @@ class Architecture:
         more |= {name: metadata.number(key) for name, key in self.numbers.items()}
         more |= {name: f"blk.0.{tensor}" in file.tensors for name, tensor in self.flags.items()}
         key = "attention.layer_norm_rms_epsilon" if self.epsilon is None else "attention.layer_norm_epsilon"
+        pooling(metadata)  # which is checked, and no field
+        groups_read = metadata.has_read("attention.head_count_kv")
         base = self.base(metadata, key)
+        self._check_left_out(metadata, base, more, groups_read)
         if self.epsilon is not None:
             base[self.epsilon] = base.pop("rms_norm_eps")
             metadata.take("attention.layer_norm_rms_epsilon")  # which llama.cpp does not read for these norms
@@ -110,6 +114,25 @@ class Architecture:
         factors = {} if "rope_parameters" in more else _factors(file, base, metadata)
         values = base | factors | dict(self.constants) | more
         return {name: value for name, value in values.items() if name not in self.without}
+
+    def _check_left_out(self, metadata: Metadata, base: ConfigJson, more: ConfigJson, groups_read: bool) -> None:
+        """UnsupportedError for a value of a field that config.json has not, which nothing of `more` follows."""
+        prefix = f"{metadata.path}: '{metadata.architecture}"
+        scaling = base.get("rope_scaling", {}) if "rope_scaling" in self.without else {}
+        kind, is_one = scaling.get("rope_type"), scaling.get("factor") == 1.0
+        followed = more.get("rope_parameters", {}).get("rope_type") == kind
+        if kind is not None and not followed and not (kind == "linear" and is_one):
+            raise UnsupportedError(
+                f"{prefix}.rope.scaling.type' is {kind!r}; files of this architecture are read without scaled "
+                "rotary embeddings."
+            )
+        if "num_key_value_heads" not in self.without or groups_read:
+            return
+        if (groups := base["num_key_value_heads"]) != (heads := base["num_attention_heads"]):
+            raise UnsupportedError(
+                f"{prefix}.attention.head_count_kv' is {groups}; files of this architecture are read with as many as "
+                f"'attention.head_count', {heads}."
+            )
 
 
 def _factors(file: GgufFile, fields: ConfigJson, metadata: Metadata) -> ConfigJson:

@@ -15,7 +15,7 @@ from .header import GgufFile
 from .hybrid import HYBRID
 from .latent import LATENT
 from .ling import LING
-from .metadata import Metadata
+from .metadata import Metadata, pooling
 from .older import OLDER
 from .recurrent import RECURRENT
 from .routed import ROUTED
@@ -58,6 +58,14 @@ def config_values(file: GgufFile) -> ConfigJson:
     values = architecture_of(file).fields(metadata, file)
     metadata.check_all_read()
     return values
+
+
+def pooling_of(file: GgufFile) -> str | None:
+    """How hidden states become one vector of a text, by its name in `fnmodels.pool`; None where the file has no word.
+
+    UnsupportedError: a kind that is not read.
+    """
+    return pooling(Metadata(file.path, file.metadata, file.tensors))
 
 
 def architecture_of(file: GgufFile) -> Architecture:

@@ -1,5 +1,6 @@
 """Architectures of GGUF files whose layers have attention and one MLP."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -10,7 +11,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import FUSED, LAYER, POST_NORMS, TOP, Architecture, To, long_factors
 from .header import GgufFile
-from .metadata import Metadata, rms_epsilon, rope_scaling
+from .metadata import Metadata, rms_epsilon, scaled_rope
 
 GEMMA = {
     **LAYER,
@@ -50,16 +51,32 @@ def sliding_layers(metadata: Metadata) -> ConfigJson:
     }
 
 
-def phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+def phi_longrope(metadata: Metadata, file: GgufFile) -> tuple[ConfigJson, int, float]:
+    """(the lists of factors or {}, the context length from which the long ones count, the factor on cos and sin).
+
+    llama.cpp multiplies by 1 where a file has no other factor.
+    """
+    lists = long_factors(file)
+    if not lists:
+        metadata.expect("rope.scaling.attn_factor", 1.0)
     original = metadata.integer("rope.scaling.original_context_length", 4096)
+    return lists, original, metadata.number("rope.scaling.attn_factor", 1.0)
+
+
+def phi3(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    lists, original, scale = phi_longrope(metadata, file)
     fields: ConfigJson = {
         "original_max_position_embeddings": original,
         "sliding_window": metadata.count("attention.sliding_window") or None,
         **partial_rotary(metadata, file),
     }
-    metadata.take("rope.scaling.attn_factor")  # that of the rule
-    lists = long_factors(file)
-    return fields | ({"rope_scaling": {"type": "longrope", **lists}} if lists else {})
+    if not lists:
+        return fields
+    longer = max(math.log(metadata.integer("context_length") / original), 0.0)
+    rule = math.sqrt(1 + longer / math.log(original)) if longer else 1.0
+    # Published configurations leave the factor to their rule.
+    own = {} if math.isclose(scale, rule, rel_tol=1e-6) else {"attention_factor": scale}
+    return fields | {"rope_scaling": {"type": "longrope", **lists, **own}}
 
 
 def _gemma2(metadata: Metadata, file: GgufFile) -> ConfigJson:
@@ -83,7 +100,7 @@ def gemma3(metadata: Metadata, file: GgufFile) -> ConfigJson:
         # No key has it: the models with 62 layers, 27B, divide by the root of hidden / heads, others by that of a head.
         "query_pre_attn_scalar": widest if layers == 62 else metadata.head_dim,
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
-        "final_logit_softcapping": metadata.take("final_logit_softcapping"),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -105,7 +122,7 @@ def _stablelm(metadata: Metadata, file: GgufFile) -> ConfigJson:
 def _olmo(metadata: Metadata, file: GgufFile) -> ConfigJson:
     metadata.expect("attention.layer_norm_epsilon", 1e-5)
     metadata.put("attention.layer_norm_rms_epsilon", 1e-5)  # for the reader of all decoders; config.json has none
-    return {"clip_qkv": metadata.take("attention.clamp_kqv")}
+    return {"clip_qkv": metadata.number("attention.clamp_kqv", 0.0) or None}
 
 
 def _olmo2(metadata: Metadata, file: GgufFile) -> ConfigJson:
@@ -128,14 +145,11 @@ def _exaone4(metadata: Metadata, file: GgufFile) -> ConfigJson:
 def _ministral3(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """Mistral Small 3 is of this architecture too, without a temperature."""
     if metadata.take("attention.temperature_scale") is None:
-        rope = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
-        return {"model_type": "mistral", "sliding_window": None, "rope_parameters": rope}
+        return {"model_type": "mistral", "sliding_window": None, "rope_parameters": scaled_rope(metadata)}
     multiplier = metadata.number("rope.scaling.yarn_log_multiplier")
     metadata.put("rope.scaling.yarn_log_multiplier", multiplier / 10)  # here it is no tenth
     beta = metadata.number("attention.temperature_scale")
-    theta = metadata.number("rope.freq_base", 10000.0)
-    rope = rope_scaling(metadata)["rope_scaling"] | {"rope_theta": theta, "llama_4_scaling_beta": beta}
-    return {"rope_parameters": rope}
+    return {"rope_parameters": scaled_rope(metadata) | {"llama_4_scaling_beta": beta}}
 
 
 def _conv(tensors: Sequence[Tensor]) -> Tensor:
@@ -180,15 +194,14 @@ HUNYUAN = LAYER | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "s
 def hunyuan(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """The converter makes a theta of the growth of the base, `alpha`, and writes a factor of 1 beside it."""
     metadata.expect("rope.scaling.factor", 1.0)
-    metadata.take("rope.scaling.original_context_length")
+    metadata.take("rope.scaling.original_context_length")  # which a factor of 1 does not read
     return {}
 
 
 def vision_rope(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """Frequencies of time, height and width, one for text; images come from another file, with their layers' part."""
     metadata.take("n_deepstack_layers")
-    theta = metadata.number("rope.freq_base", 10000.0)
-    rope = {"rope_type": "default", "rope_theta": theta, **rope_scaling(metadata).get("rope_scaling", {})}
+    rope = scaled_rope(metadata)
     if sections := metadata.take("rope.dimension_sections"):
         rope |= {"mrope_section": sections[:3], "mrope_interleaved": metadata.architecture != "qwen2vl"}
     return {"rope_parameters": rope}

@@ -7,7 +7,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import LAYER, Architecture
 from .header import GgufFile
-from .metadata import Metadata
+from .metadata import Metadata, scaled_rope
 
 _BERT_TOP = {
     "token_embd": "embeddings.word_embeddings",
@@ -20,21 +20,20 @@ _MODERN = ("rope_theta", "rope_scaling", "num_key_value_heads")
 
 
 def _both_ways(metadata: Metadata) -> None:
-    """A token sees those behind it too. How a text's hidden states become one vector is no part of the model."""
+    """A token sees those behind it too."""
     metadata.expect("attention.causal", False)
-    metadata.take("pooling_type")
 
 
 def _bert(metadata: Metadata, file: GgufFile) -> ConfigJson:
     """RoBERTa's rows of positions begin with those of tokens in the file, so that its models are BERT's in all."""
     _both_ways(metadata)
     types = file.tensors.get("token_types.weight")
-    return {"type_vocab_size": types.shape[0] if types else 0}
+    count = 0 if types is None else 1 if len(types.shape) == 1 else types.shape[0]  # llama-quantize drops a size of 1
+    return {"type_vocab_size": count}
 
 
 def _nomic(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    rope = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
-    return {**_bert(metadata, file), "rope_parameters": rope}
+    return {**_bert(metadata, file), "rope_parameters": scaled_rope(metadata)}
 
 
 def _modern(metadata: Metadata, file: GgufFile) -> ConfigJson:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from fnmodels.errors import UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson
@@ -24,17 +25,31 @@ _TOP = TOP | {
 _PER_LAYER_TOKENS = "per_layer_token_embd.weight"
 
 
-def _layer_types(metadata: Metadata) -> list[str]:
-    flags = metadata.each_layer("attention.sliding_window_pattern")
+def _layer_types(metadata: Metadata, period: int | None) -> list[str]:
+    """By a list of switches; where a period stands for it, the last layer of each sees all tokens.
+
+    period: that of a file without the key; None where only a list is read.
+    """
+    key = "attention.sliding_window_pattern"
+    value = metadata.take(key, period)
+    if period is not None and type(value) is int:
+        every = metadata.integer(key, period)
+        flags: list[Any] = [(i + 1) % every != 0 for i in range(metadata.layers)]
+    else:
+        flags = metadata.each_layer(key)
+        if not isinstance(value, list) or any(flag not in (0, 1) for flag in flags):
+            raise UnsupportedError(
+                f"{metadata.path}: '{metadata.architecture}.{key}' is {value!r}; read is true or false for each layer."
+            )
     return ["sliding_attention" if near else "full_attention" for near in flags]
 
 
-def _shared(metadata: Metadata, file: GgufFile) -> ConfigJson:
+def _shared(metadata: Metadata, file: GgufFile, period: int | None = None) -> ConfigJson:
     """The window, the layers that read others' keys, and the embeddings of tokens for each layer."""
     width = metadata.count("embedding_length_per_layer_input")
     rows = {"vocab_size_per_layer_input": rows_of(metadata, _PER_LAYER_TOKENS)} if width else {}
     return {
-        "layer_types": _layer_types(metadata),
+        "layer_types": _layer_types(metadata, period),
         "sliding_window": metadata.integer("attention.sliding_window"),
         "num_kv_shared_layers": metadata.count("attention.shared_kv_layers"),
         "hidden_size_per_layer_input": width,
@@ -52,7 +67,7 @@ def _gemma3n(metadata: Metadata, file: GgufFile) -> ConfigJson:
     thetas = {"full_attention": "rope.freq_base", "sliding_attention": "rope.freq_base_swa"}
     defaults = {"full_attention": 1e6, "sliding_attention": 1e4}  # no file of before 2026 has the second key
     return {
-        **_shared(metadata, file),
+        **_shared(metadata, file, period=5),
         "altup_num_inputs": metadata.integer("altup.num_inputs"),
         "laurel_rank": rows_of(metadata, "blk.0.laurel_l.weight"),
         "activation_sparsity_pattern": [_share(one) for one in metadata.each_layer("activation_sparsity_scale")],
@@ -88,7 +103,10 @@ def _gemma4(metadata: Metadata, file: GgufFile) -> ConfigJson:
     own = [f"blk.{i}.attn_v.weight" in file.tensors for i in range(first) if not slides[i]]
     fields |= {"attention_k_eq_v": not all(own), "use_double_wide_mlp": widths[-1] != widths[0]}
     fields |= {"num_global_key_value_heads": full_heads.pop()} if not all(own) else {}
-    fields |= {"global_head_dim": full, "final_logit_softcapping": metadata.take("final_logit_softcapping")}
+    fields |= {
+        "global_head_dim": full,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+    }
     return fields | {"rope_parameters": _ropes(metadata, file, full)} | _experts(metadata)
 
 
@@ -117,6 +135,11 @@ def _experts(metadata: Metadata) -> ConfigJson:
     }
 
 
+def _embedding(metadata: Metadata, file: GgufFile) -> ConfigJson:
+    metadata.expect("attention.causal", False)
+    return gemma3(metadata, file)
+
+
 GEMMAS: Mapping[str, Architecture] = MappingProxyType(
     {
         "gemma-embedding": Architecture(
@@ -127,7 +150,7 @@ GEMMAS: Mapping[str, Architecture] = MappingProxyType(
                 "use_bidirectional_attention": True,
             },
             GEMMA,
-            more=gemma3,
+            more=_embedding,
             with_head_dim=True,
             norm_offset=1.0,
             top={"token_embd": "embed_tokens", "output_norm": "norm"},

@@ -14,7 +14,7 @@ from fnmodels.models.common.config_json import ConfigJson
 from .architecture import LAYER, Architecture, Names, To
 from .dense import GRANITE
 from .header import GgufFile
-from .metadata import Metadata, rope_scaling
+from .metadata import Metadata, scaled_rope
 from .routed import GRANITE_MOE, QWEN, experts
 
 _SILU = {"hidden_act": "silu"}
@@ -81,12 +81,8 @@ def _delta(metadata: Metadata, file: GgufFile) -> ConfigJson:
         "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
         "layer_types": ["linear_attention" if is_linear else "full_attention" for is_linear in linear],
     }
-    rope = {
-        "rope_type": "default",
-        "rope_theta": metadata.number("rope.freq_base", 10000.0),
-        "partial_rotary_factor": metadata.integer("rope.dimension_count", metadata.head_dim) / metadata.head_dim,
-        **rope_scaling(metadata).get("rope_scaling", {}),
-    }
+    turned = metadata.integer("rope.dimension_count", metadata.head_dim)
+    rope = scaled_rope(metadata) | {"partial_rotary_factor": turned / metadata.head_dim}
     if sections := metadata.take("rope.dimension_sections"):
         rope |= {"mrope_section": sections[:3], "mrope_interleaved": True}
     return fields | {"rope_parameters": rope}

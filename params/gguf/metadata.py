@@ -21,7 +21,6 @@ _ZERO = (
         "expert_gating_func",
         "leading_dense_block_count",
         "nextn_predict_layers",
-        "pooling_type",
     ),
     *("expert_feed_forward_length", "expert_shared_feed_forward_length", "rope.scaling.factor", "rope.scale_linear"),
     *("rope.scaling.original_context_length", "rope.scaling.yarn_log_multiplier", "attention.temperature_scale"),
@@ -37,6 +36,7 @@ _ABSENT: Mapping[str, float | bool] = {
 }
 
 
+_POOLINGS = ("mean", "first", "last")  # of 'pooling_type' from 1, by the names of fnmodels.pool
 _YARN = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor"}
 
 
@@ -102,7 +102,8 @@ class Metadata:
         value = self.take(name)
         values = value if isinstance(value, list) else [value] * self.layers
         if any(type(one) not in (int, float, bool) for one in values):
-            raise ConfigError(f"{self._key(name)} is {value!r}, but must be a number or a switch for each layer.")
+            found = "is missing" if value is None else f"is {value!r}"
+            raise ConfigError(f"{self._key(name)} {found}, but must be a number or a switch for each layer.")
         if len(values) < self.layers:
             raise ConfigError(f"{self._key(name)} has {len(values)} values for {self.layers} layers.")
         return values[: self.layers]
@@ -176,6 +177,16 @@ def rows_of(metadata: Metadata, tensor: str) -> int:
     return metadata.tensors[tensor].shape[0]
 
 
+def pooling(metadata: Metadata) -> str | None:
+    """How hidden states become one vector of a text; None of a file that does not say. It changes no hidden state."""
+    kind = metadata.count("pooling_type")
+    if kind > len(_POOLINGS):
+        raise UnsupportedError(
+            f"{metadata.path}: '{metadata.architecture}.pooling_type' is {kind}; read are 0 (none) to 3 (the last token)."
+        )
+    return _POOLINGS[kind - 1] if kind else None
+
+
 def vocabulary(metadata: Metadata) -> ConfigJson:
     """The number of tokens, and whether the head has a matrix of its own."""
     rows = rows_of(metadata, "token_embd.weight")
@@ -217,3 +228,9 @@ def rope_scaling(metadata: Metadata) -> ConfigJson:
             "none, linear, yarn and longrope are read."
         )
     return {"rope_scaling": values}
+
+
+def scaled_rope(metadata: Metadata) -> ConfigJson:
+    """The fields `rope_parameters` of one kind of rotary embeddings, with the scaling of the file."""
+    plain = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
+    return plain | rope_scaling(metadata).get("rope_scaling", {})

@@ -13,7 +13,7 @@ from fnmodels.models.common.config_json import ConfigJson
 
 from .architecture import Architecture, Names, To
 from .header import GgufFile
-from .metadata import Metadata
+from .metadata import Metadata, scaled_rope
 
 _TANH = "gelu_pytorch_tanh"
 _GPT_TOP = {
@@ -32,7 +32,7 @@ _GPT = {
 }
 _NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 _MLP = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
-_PLACES = ("rope_theta", "rope_scaling")  # these do not rotate
+_PLACES = ("rope_theta", "rope_scaling")  # these do not rotate, but for GPT-NeoX, which has rope_parameters
 
 
 def _transposed(tensors: Sequence[Tensor]) -> Tensor:
@@ -74,9 +74,8 @@ def _falcon(metadata: Metadata, file: GgufFile) -> ConfigJson:
 
 
 def _neox(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    theta = metadata.number("rope.freq_base", 10000.0)
     fraction = metadata.integer("rope.dimension_count", metadata.head_dim) / metadata.head_dim
-    rope = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": fraction}
+    rope = scaled_rope(metadata) | {"partial_rotary_factor": fraction}
     return {"use_parallel_residual": metadata.switch("use_parallel_residual"), "rope_parameters": rope}
 
 
@@ -97,9 +96,14 @@ def _star_coder_names(values: Mapping[str, Any]) -> Names:
 
 
 def _mpt(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    metadata.expect("attention.max_alibi_bias", 8.0)
+    # without the key llama.cpp adds no ALiBi
+    if (bias := metadata.number("attention.max_alibi_bias", 0.0)) != 8.0:
+        raise UnsupportedError(f"{file.path}: 'mpt.attention.max_alibi_bias' is {bias}; only 8.0 is read.")
     metadata.expect("attention.head_count_kv", metadata.integer("attention.head_count"))
-    return {"attn_config": {"alibi": True, "clip_qkv": metadata.take("attention.clamp_kqv")}, "no_bias": True}
+    return {
+        "attn_config": {"alibi": True, "clip_qkv": metadata.number("attention.clamp_kqv", 0.0) or None},
+        "no_bias": True,
+    }
 
 
 OLDER: Mapping[str, Architecture] = MappingProxyType(

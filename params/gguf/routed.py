@@ -18,7 +18,7 @@ from .dense import (
     hunyuan,
     lfm2,
     partial_rotary,
-    phi3,
+    phi_longrope,
     sliding_layers,
     vision_rope,
 )
@@ -232,10 +232,21 @@ def _hunyuan_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
 
 
 def _phi_moe(metadata: Metadata, file: GgufFile) -> ConfigJson:
-    """Its attention is that of Phi 3; the band of scores that share a weight is that of the published model."""
-    own = phi3(metadata, file)
-    own.pop("partial_rotary_factor")
-    return own | {"lm_head_bias": "output.bias" in file.tensors}
+    """The band of scores that share a weight is that of the published model.
+
+    The factor on cos and sin is that of the file. llama.cpp's converter writes that of Phi 3's rule, which is another
+    than the one that Phi 3.5 MoE's folder has.
+    """
+    lists, original, scale = phi_longrope(metadata, file)
+    fields: ConfigJson = {
+        "sliding_window": metadata.count("attention.sliding_window") or None,
+        "lm_head_bias": "output.bias" in file.tensors,
+    }
+    if not lists:
+        return fields
+    scales = dict.fromkeys(("short_mscale", "long_mscale"), scale)
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": original, **lists, **scales}
+    return fields | {"rope_scaling": rope}
 
 
 def _of(model_type: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from .rotary_factors import LONG_FACTORS, ROPE_FACTORS
 
 # {rope_type: the tensors that became fields of config.json}
 _IN_CONFIG = {"llama3": (ROPE_FACTORS,), "proportional": (ROPE_FACTORS,), "longrope": tuple(LONG_FACTORS.values())}
+_MATRICES = ("ffn_gate_inp_shexp.weight", "token_types.weight")
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def shape_of(file: GgufFile, stored: Stored) -> tuple[int, ...]:
 
 
 def _part_shape(file: GgufFile, name: str, expert: int | None) -> tuple[int, ...]:
-    """The shape of a tensor of the file, or of one expert. A gate with one output, a vector in files, is a matrix."""
+    """The shape of a tensor of the file, or of one expert. Matrices of one row are vectors in files."""
     shape = file.tensors[name].shape[0 if expert is None else 1 :]
-    return (1, *shape) if name.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1 else shape
+    return (1, *shape) if name.endswith(_MATRICES) and len(shape) == 1 else shape
 
 
 def value_of(file: GgufFile, stored: Stored) -> Tensor:

@@ -18,6 +18,21 @@ Json = dict[str, Any]  # of a tokenizer.json or tokenizer_config.json
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 _SPECIAL = ("bos", "eos", "unknown", "padding", "cls", "seperator", "mask")  # the spelling is the format's
+_ENDING = ("eos", "eot", "eom")  # the ends of a text, of a turn and of a message
+_NORMALIZER = ("normalizer.lowercase", "normalizer.strip_accents")
+_READ = {
+    *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
+    *("remove_extra_whitespaces", "precompiled_charsmap", *_NORMALIZER),
+    *(f"{name}_token_id" for name in (*_SPECIAL, *_ENDING)),
+}
+# What changes no token of a text: the number of BERT's segments, the token between the two texts of a reranker, and
+# those by which a program asks for the middle of a text, with their older names.
+_NEUTRAL = {
+    *("token_type_count", "add_sep_token", "prefix_token_id", "suffix_token_id", "middle_token_id"),
+    *(f"fim_{name}_token_id" for name in ("pre", "suf", "mid", "pad", "rep", "sep")),
+}
+_PREFIX = "tokenizer.ggml."
+_WITHOUT = "leave the tokenizer out (--without-tokenizer)"
 _BEGINS, _ENDS = "[CLS]", "[SEP]"
 
 # Rules by which text is cut before merges, one step after the other. A regular expression cuts around its matches.
@@ -40,7 +55,7 @@ _LLAMA3 = _split(rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}")
 _OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2")
 PRE_TOKENIZERS: Mapping[str, tuple[Json, ...]] = MappingProxyType(
     {
-        **dict.fromkeys(("default", "gpt-2", "olmo", "phi-2", "mpt", "exaone4"), _GPT2),
+        **dict.fromkeys(("gpt-2", "olmo", "phi-2", "mpt", "exaone4"), _GPT2),
         **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone"), (_DIGITS, *_GPT2)),
         **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN),
         **dict.fromkeys((*_OF_LLAMA3, "smaug-bpe"), _LLAMA3),
@@ -75,6 +90,31 @@ class _Fields:
             raise ConfigError(f"{self.path}: 'tokenizer.ggml.{name}' must have a number for each of {count:,} tokens.")
         return values
 
+    def check_all_known(self) -> None:
+        """UnsupportedError for a key that nothing here reads."""
+        ends = {key.removeprefix(_PREFIX): key for key in self._values if key.startswith(_PREFIX)}
+        if unknown := sorted(ends.keys() - _READ - _NEUTRAL):
+            key = ends[unknown[0]]
+            value = repr(self._values[key])
+            raise UnsupportedError(
+                f"{self.path}: {key!r} is {value[:80]}, which may change how text is cut and is not read; {_WITHOUT}."
+            )
+
+    def rule(self) -> str:
+        """The name of the rule by which bytes are cut before merges; GPT-2's files have no word of theirs."""
+        rule = self.take("pre", str, "gpt-2" if self._values.get("general.architecture") == "gpt2" else None)
+        if rule is None:
+            raise UnsupportedError(
+                f"{self.path} has no 'tokenizer.ggml.pre', the rule by which text is cut; write the file again by a "
+                f"newer converter, or {_WITHOUT}."
+            )
+        if rule not in PRE_TOKENIZERS:
+            raise UnsupportedError(
+                f"{self.path}: 'tokenizer.ggml.pre' is {rule!r}; the rules {', '.join(PRE_TOKENIZERS)} are read. "
+                f"For another, {_WITHOUT}."
+            )
+        return str(rule)
+
     def special_ids(self) -> dict[str, int]:
         ids = {name: self.take(f"{name}_token_id", int) for name in _SPECIAL}
         return {name: token_id for name, token_id in ids.items() if token_id is not None}
@@ -83,6 +123,17 @@ class _Fields:
 def special_ids(path: Path, metadata: Mapping[str, Any]) -> dict[str, int]:
     """{"bos": id, ...} of the special tokens that the file names: bos, eos, unknown, padding."""
     return _Fields(path, metadata).special_ids()
+
+
+def ending_ids(path: Path, metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: those of the end of a text, of a turn and of a message, each once."""
+    fields = _Fields(path, metadata)
+    tokens = fields.texts("tokens")
+    found = [fields.take(f"{name}_token_id", int) for name in _ENDING]
+    ids = list(dict.fromkeys(token_id for token_id in found if token_id is not None))
+    for token_id in ids:
+        _token(path, tokens, token_id)
+    return ids
 
 
 def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
@@ -94,6 +145,11 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
     if kind not in _KINDS:
         raise UnsupportedError(
             f"{path}: 'tokenizer.ggml.model' is {kind!r}; of tokenizers {', '.join(_KINDS)} are read."
+        )
+    fields.check_all_known()
+    if kind != "bert" and (name := next((name for name in _NORMALIZER if fields.take(name, bool, False)), None)):
+        raise UnsupportedError(
+            f"{path}: 'tokenizer.ggml.{name}' is True, which is read of WordPiece (bert) alone; {_WITHOUT}."
         )
     tokens = fields.texts("tokens")
     if len(set(tokens)) != len(tokens):
@@ -116,11 +172,7 @@ def tokenizer_json(path: Path, metadata: Mapping[str, Any]) -> Json:
 
 
 def _byte_bpe(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
-    rule = fields.take("pre", str, "default")
-    if rule not in PRE_TOKENIZERS:
-        raise UnsupportedError(
-            f"{fields.path}: 'tokenizer.ggml.pre' is {rule!r}; the rules {', '.join(PRE_TOKENIZERS)} are read."
-        )
+    rule = fields.rule()
     model = _model(tokens, _listed_merges(fields)) | {"ignore_merges": rule in _WHOLE_WORDS_FIRST}
     bytes_ = {**_BYTES, "use_regex": True}
     return {
@@ -205,7 +257,7 @@ def _shown(token: str, kind: int, model: str) -> str:
 
 
 def _word_pieces(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
-    """The longest pieces of each word. Letters become small ones in a vocabulary that has no others."""
+    """The longest pieces of each word. Without a key, letters become small ones in a vocabulary that has no others."""
     named = [_shown(token, kind, "bert") for token, kind in zip(tokens, types, strict=True)]
     if len(set(named)) != len(named):
         raise ConfigError(f"{fields.path}: 'tokenizer.ggml.tokens' has a piece of words twice.")
@@ -227,8 +279,8 @@ def _word_pieces(fields: _Fields, tokens: list[str], types: list[int]) -> Json:
             "type": "BertNormalizer",
             "clean_text": True,
             "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": not cased,
+            "strip_accents": fields.take("normalizer.strip_accents", bool),  # None: as lowercase
+            "lowercase": fields.take("normalizer.lowercase", bool, not cased),
         },
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "model": {
@@ -289,7 +341,7 @@ def _added(index: int, token: str, kind: int) -> Json:
 def _post_processor(fields: _Fields, tokens: list[str], plain: Json | None) -> Json | None:
     """Adds the tokens that begin and end a text where the file says so, or llama.cpp does without a word of it."""
     ids, kind = fields.special_ids(), fields.take("model", str)
-    begins = kind == "llama" or (kind == "gpt2" and fields.take("pre", str, "default") in _OF_LLAMA3)
+    begins = kind == "llama" or (kind == "gpt2" and fields.rule() in _OF_LLAMA3)
     first = ids.get("bos") if fields.take("add_bos_token", bool, begins) else None
     last = ids.get("eos") if fields.take("add_eos_token", bool, kind == "t5") else None
     if first is None and last is None:

@@ -124,6 +124,7 @@ def _gguf(path: Path, number: int) -> Path:
 
     def tokenizer(writer: Any) -> None:
         writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(["a", "b", "ab", f"{number}"])
         writer.add_token_merges(["a b"])
 
