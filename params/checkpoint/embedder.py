@@ -85,8 +85,8 @@ def load_embedder(path: str | os.PathLike[str], *, revision: str | None = None, 
         A named tuple of config, params and embedder.
 
     Raises:
-        UnsupportedError: A GGUF file, modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling alone behind a
-            Transformer.
+        UnsupportedError: A GGUF file; modules other than Transformer, Pooling, Dense and Normalize, and SpladePooling
+            alone behind a Transformer.
         CheckpointError: As in `load_pretrained`.
     """
     folder = local_folder(path, revision)

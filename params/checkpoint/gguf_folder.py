@@ -80,6 +80,7 @@ def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:
     ends = ending_ids(file.path, file.metadata)
     named = {"bos_token_id": ids.get("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     named |= {"pad_token_id": ids.get("padding")}
+    named |= {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
     return {
         "tokenizer.json": tokenizer_json(file.path, file.metadata),
         "tokenizer_config.json": tokenizer_config(file.path, file.metadata),

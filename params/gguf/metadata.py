@@ -182,7 +182,7 @@ def pooling(metadata: Metadata) -> str | None:
     kind = metadata.count("pooling_type")
     if kind > len(_POOLINGS):
         raise UnsupportedError(
-            f"{metadata.path}: '{metadata.architecture}.pooling_type' is {kind}; read are 0 (none) to 3 (the last token)."
+            f"{metadata.path}: '{metadata.architecture}.pooling_type' is {kind}; read are 0 (none) to 3 (last)."
         )
     return _POOLINGS[kind - 1] if kind else None
 

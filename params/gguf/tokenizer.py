@@ -22,7 +22,7 @@ _ENDING = ("eos", "eot", "eom")  # the ends of a text, of a turn and of a messag
 _NORMALIZER = ("normalizer.lowercase", "normalizer.strip_accents")
 _READ = {
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
-    *("remove_extra_whitespaces", "precompiled_charsmap", *_NORMALIZER),
+    *("suppress_tokens", "remove_extra_whitespaces", "precompiled_charsmap", *_NORMALIZER),
     *(f"{name}_token_id" for name in (*_SPECIAL, *_ENDING)),
 }
 # What changes no token of a text: the number of BERT's segments, the token between the two texts of a reranker, and

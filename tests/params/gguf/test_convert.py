@@ -260,6 +260,64 @@ def test_word_pieces_are_those_of_berts_tokenizer(more: list[str], tmp_path: Pat
     ]
 
 
+def cased_words(lower: bool | None, strip: bool | None) -> Change:
+    """A vocabulary of small letters alone, with the keys of a normalizer."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("bert")
+        writer.add_token_list([word if i < 5 else f"▁{word}" for i, word in enumerate([*WORDS[:5], "ae", "áe"])])
+        writer.add_token_types([3] * 5 + [1] * 2)
+        for name, value in (("lowercase", lower), ("strip_accents", strip)):
+            if value is not None:
+                writer.add_bool(f"tokenizer.ggml.normalizer.{name}", value)
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("lower", "strip", "ids"),
+    [
+        (None, None, [5, 5]),
+        (True, None, [5, 5]),
+        (False, None, [1, 6]),
+        (True, False, [5, 6]),
+        (False, True, [1, 5]),
+    ],
+)
+def test_the_normalizer_of_word_pieces_is_that_of_the_file(
+    lower: bool | None, strip: bool | None, ids: list[int], tmp_path: Path
+) -> None:
+    read = converted(write(tmp_path, cased_words(lower, strip)), tmp_path)
+    assert read.encode("AE áe").ids[1:-1] == ids
+
+
+def test_tokens_that_end_an_answer_are_those_of_turns_and_messages_too(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        byte_bpe(trained("smollm"), "smollm")(writer)
+        writer.add_eot_token_id(2)
+        writer.add_uint32("tokenizer.ggml.eom_token_id", 1)
+        writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 0)
+        writer.add_array("tokenizer.ggml.suppress_tokens", [7, 8])
+
+    converted(write(tmp_path, add), tmp_path)
+    told = json.loads((tmp_path / "folder/generation_config.json").read_text())
+    assert told == {"bos_token_id": 0, "eos_token_id": [1, 2], "suppress_tokens": [7, 8]}
+
+
+def without_rule(writer: gguf.GGUFWriter) -> None:
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b", "ab"])
+    writer.add_token_merges(["a b"])
+
+
+def with_key(name: str, value: bool) -> Change:
+    def add(writer: gguf.GGUFWriter) -> None:
+        byte_bpe(trained("gpt-2"), "gpt-2")(writer)
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+
+    return add
+
+
 UNIGRAMS = {"<s>": 0.0, "<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "▁": -3.0, "a": -3.5, "b": -3.0, "c": -4.0}
 UNIGRAMS |= {"▁a": -2.0, "ab": -2.5, "bc": -4.5, "▁ab": -5.0, "abc": -8.0, "cb": -2.0}
 
@@ -309,9 +367,13 @@ def test_unigrams_are_the_likeliest_pieces(bos: bool, tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda w: w.add_tokenizer_model("rwkv"), "'tokenizer.ggml.model' is 'rwkv'; of tokenizers gpt2, llama"),
-        (lambda w: byte_bpe(trained("gpt-2"), "odd")(w), "'tokenizer.ggml.pre' is 'odd'; the rules default, gpt-2"),
+        (lambda w: byte_bpe(trained("gpt-2"), "odd")(w), "'tokenizer.ggml.pre' is 'odd'; the rules gpt-2, olmo"),
+        (lambda w: byte_bpe(trained("gpt-2"), "default")(w), "'tokenizer.ggml.pre' is 'default'; the rules gpt-2"),
+        (without_rule, "has no 'tokenizer.ggml.pre', the rule by which text is cut"),
+        (with_key("odd_switch", True), "'tokenizer.ggml.odd_switch' is True, which may change how text is cut"),
+        (with_key("normalizer.lowercase", True), "'tokenizer.ggml.normalizer.lowercase' is True, which is read of"),
     ],
-    ids=["kind", "rule"],
+    ids=["kind", "rule", "llama.cpp's rule", "no rule", "key", "normalizer"],
 )
 def test_another_tokenizer_is_refused_before_anything_is_written(
     change: Change, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
