@@ -76,13 +76,14 @@ def converted(path: Path) -> Path:
 
 def _companions(file: GgufFile) -> dict[str, dict[str, Any]]:
     """{name: content} of the files of the tokenizer, and of the tokens that end a text."""
+    tokenizer = tokenizer_json(file.path, file.metadata)  # first, for its errors name the kind
     ids = special_ids(file.path, file.metadata)
     ends = ending_ids(file.path, file.metadata)
     named = {"bos_token_id": ids.get("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
     named |= {"pad_token_id": ids.get("padding")}
     named |= {"suppress_tokens": file.metadata.get("tokenizer.ggml.suppress_tokens")}
     return {
-        "tokenizer.json": tokenizer_json(file.path, file.metadata),
+        "tokenizer.json": tokenizer,
         "tokenizer_config.json": tokenizer_config(file.path, file.metadata),
         "generation_config.json": {key: value for key, value in named.items() if value is not None},
     }

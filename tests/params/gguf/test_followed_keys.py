@@ -41,16 +41,22 @@ _GEMMA4 = {**_GEMMA, "attention.sliding_window_pattern": [True, False] * 5}
 _MAMBA = {"ssm.inner_size": 128, "ssm.state_size": 8, "ssm.time_step_rank": 4, "ssm.conv_kernel": 4}
 _SMALL: dict[str, tuple[dict[str, Any], Tensors]] = {
     "gpt2": (_NORM, {}),
-    "bloom": (_NORM, {}),
+    "bloom": (_NORM | {"feed_forward_length": 256}, {}),
     "gptneox": (_NORM | {"use_parallel_residual": True}, {}),
-    "mpt": (_NORM | {"attention.max_alibi_bias": 8.0}, {}),
+    "mpt": (_NORM | {"attention.max_alibi_bias": 8.0, "feed_forward_length": 256}, {}),
     "bert": (_NORM | {"attention.causal": False}, {}),
     "nomic-bert": (_NORM | {"attention.causal": False}, {}),
     "modern-bert": (_NORM | {"attention.causal": False, "attention.sliding_window": 6}, {}),
     "phi3": (_RMS, {}),
     "phimoe": (_RMS | {"expert_count": 4, "expert_used_count": 2}, {}),
     "gemma3": (_GEMMA, {}),
-    "gemma3n": (_GEMMA3N, {"blk.0.laurel_l.weight": np.ones((5, 64), np.float32)}),
+    "gemma3n": (
+        _GEMMA3N | {"embedding_length_per_layer_input": 8, "attention.shared_kv_layers": 2},
+        {
+            "blk.0.laurel_l.weight": np.ones((5, 64), np.float32),
+            "per_layer_token_embd.weight": np.ones((64, 80), np.float32),
+        },
+    ),
     "gemma4": (_GEMMA4, {}),
     "olmo": (_NORM, {}),
     "jamba": (_RMS | _MAMBA, {}),
