@@ -26,7 +26,7 @@ from fnmodels.ops.torch_compilation import full_graph
 from fnmodels.run_params import RunParams
 from fnmodels.tree import Tree
 
-from .batch import Entries, KeptBatch
+from .batch import Entries
 from .remat import layer_fn
 from .remat_budget import budget_of
 from .run_options import PLAIN, Blocks, Ranks, Reports, RunOptions, Stage, is_one_per_shape
@@ -75,7 +75,7 @@ class ModelLoss:
         options, reports = self.options, self.options.reports
         if reports.expected or reports.required is not None:
             noting = Reports(reports.counts, reports.required, reports.expected, [])
-            options = RunOptions(options.blocks, options.ranks, options.stage, noting, options.kept)
+            options = RunOptions(options.blocks, options.ranks, options.stage, noting)
         return RunParams(params if self.params is None else self.params(params), options)
 
     def check_reached(self, given: RunParams, params: Tree, batch: Entries) -> None:
@@ -187,8 +187,7 @@ def caller(
     if counts:
         loss = loss.with_options(reports={"counts": True})
     if compile != "whole":
-        loss = loss.with_options(reports={"expected": True})
-        return dataclasses.replace(loss, options=dataclasses.replace(loss.options, kept=KeptBatch()))
+        return loss.with_options(reports={"expected": True})
     compiled = full_graph(_with_layout)
     return ModelLoss(lambda given, batch: compiled(loss, dict(given), batch, layout_of(batch)))
 

@@ -160,14 +160,12 @@ class RunOptions:
     """Options by which a run calls the model inside a loss. The defaults run the layers unchanged in one process.
 
     blocks: wrappers of blocks. ranks: what works over ranks. stage: the stage of a pipeline. reports: what is reported.
-    kept: the `KeptBatch` by which losses prepare batches; None: they prepare each anew.
     """
 
     blocks: Blocks = Blocks()
     ranks: Ranks = Ranks()
     stage: Stage | None = None
     reports: Reports = Reports()
-    kept: Any = None
 
     def prepare(
         self,

@@ -179,8 +179,7 @@ def model_call(
     if "image_features" in batch:
         (inputs, masks, freqs_cis), options = _with_images(given, batch, whole, options, known)
     else:
-        prepare = fnmodels.prepare if run.kept is None else run.kept.prepare
-        inputs, masks, freqs_cis = prepare(config, batch["tokens"], **known)
+        inputs, masks, freqs_cis = fnmodels.prepare(config, batch["tokens"], **known)
     inputs |= {name: batch[name] for name in ("routing", "choices", "token_types", "preceding") if name in batch}
     arguments = inputs, masks, freqs_cis, config, options
     aux = aux or run.reports.counts
