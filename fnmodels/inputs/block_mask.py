@@ -38,6 +38,7 @@ def _block_mask_to_dense(mask: Any) -> Tensor:
 
 
 TILE = 128  # queries and keys per block of FlexAttention
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) -> bool, of indices
 ELEMENTS = 1 << 22  # of the predicate, evaluated at a time on the CPU; more on a GPU, which is bound by launches
 
 
@@ -58,8 +59,6 @@ def to_block_mask(mask: MaskLike) -> Any:
     Raises:
         ValueError: The mask is of another kind, or has no queries or keys.
     """
-    from torch.nn.attention.flex_attention import BlockMask
-
     if is_block_mask(mask):
         return mask
     if not isinstance(mask, Mask | Tensor):
@@ -75,23 +74,30 @@ def to_block_mask(mask: MaskLike) -> Any:
     if not queries or not keys:
         raise ValueError(f"A BlockMask has a query and a key at least, this mask has {queries} and {keys}.")
     if isinstance(mask, Tensor):
-        touched, full = _tiles_of(mask)
-        looked_up = _looked_up(mask)
-        blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
-        return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=looked_up, seq_lengths=(queries, keys))
+        return block_mask_of_tiles(*_tiles_of(mask), _looked_up(mask), (queries, keys))
     if not torch.compiler.is_compiling() and all(has_values(t) and t.is_cpu for t in leaves(mask)):
         touched, full = aside(_tiles_by_bounds, mask)
     else:
         touched, full = _tiles_by_evaluation(mask)
+    return block_mask_of_tiles(touched, full, mask.mask_mod(), (queries, keys))
+
+
+def block_mask_of_tiles(touched: Tensor, full: Tensor, mask_mod: Predicate, lengths: tuple[int, int]) -> Any:
+    """The BlockMask of (queries, keys) `lengths`.
+
+    touched, full: bool [B or 1, N or 1, q, k], the tiles in which some query sees a key, and in which all see all.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
     blocks = (*_counts_and_indices(touched & ~full), *_counts_and_indices(full))
-    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=mask.mask_mod(), seq_lengths=(queries, keys))
+    return BlockMask.from_kv_blocks(*blocks, BLOCK_SIZE=TILE, mask_mod=mask_mod, seq_lengths=lengths)
 
 
 def _lengths(mask: Mask) -> tuple[int, int]:
     return mask.q_positions.shape[1], mask.kv_positions.shape[1]
 
 
-def _looked_up(seen: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _looked_up(seen: Tensor) -> Predicate:
     """The predicate of bool [B or 1, N or 1, Q, K]."""
     rows, heads = seen.shape[:2]
 

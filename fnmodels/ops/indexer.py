@@ -68,11 +68,6 @@ def keys_of_ranks(kernel: Any) -> KeysOfRanks | None:
     return keys
 
 
-def reads_choices(kernel: Any) -> bool:
-    """Whether a kernel takes a `Choice`; others take a dense mask of it. Such a function has this attribute."""
-    return kernel in ("auto", "sparse") or getattr(kernel, "reads_choices", False)
-
-
 @dataclass(frozen=True)
 class Keys:
     """The keys that queries may choose, and the segments and positions that identify them.

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from .attention.choice import Choice
+from .attention.choice import Choice, reader_of_choices
 from .linear import linear
 from .norm import rms_norm
 from .qkv import split_heads
@@ -120,9 +120,10 @@ def pays_to_absorb(weight: object, queries: int, keys: int, *, widths: Widths) -
 def pays_to_gather(weight: object, choice: object, heads: int, widths: Widths, kernel: object) -> bool:
     """Whether chosen latents are gathered, which all heads share, instead of the wider keys of every head.
 
-    weight: kv_b_proj. False for a weight that `can_absorb` refuses, and for a mask that is no `Choice`.
+    weight: kv_b_proj. False for a weight that `can_absorb` refuses, for a mask that is no `Choice`, and for
+    kernel="flex", which gathers nothing.
     """
-    if not (isinstance(choice, Choice) and can_absorb(weight)):
+    if not (isinstance(choice, Choice) and can_absorb(weight)) or reader_of_choices(kernel) == "flex":
         return False
     cost = (2 * weight.shape[1] + widths.rope) / (widths.nope + widths.rope + widths.value)
     return kernel != "auto" or choice.pays(heads, 1, cost=cost)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import fnmodels
 import train
@@ -18,6 +19,8 @@ from fnmodels.models.common.carried import own_choices
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import LayerKind
 from fnmodels.ops import indexer
+from fnmodels.ops.attention import flex
+from fnmodels.ops.attention.choice import Choice
 from fnmodels.ops.indexer import Indexer
 from tests.support.cases import (
     Batch,
@@ -129,6 +132,27 @@ def test_gathered_keys_equal_a_mask(case: Case) -> None:
         logits, cache = fnmodels.decode(params, *step, cache, config=case.config, kernel="sparse")
         steps.append(logits)
     assert off(torch.cat(steps, 1), whole) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa", "minimax_m3"])
+def test_flex_reads_a_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On packed rows and in steps on a cache, without gradients, which it lacks on a CPU, and without a dense mask."""
+    case = next(case for case in cases() if case.name == name)
+    batch, alone = (batch_of(case.config, rows) for rows in (MIXED, segments((19,))))
+    params, cache = generic_params(case.config), fnmodels.init_cache(case.config, 1, 19, length=24)
+    with torch.no_grad():
+        want, whole = (one.forward(params, kernel="math") for one in (batch, alone))
+        # without a compiler, which would take minutes
+        monkeypatch.setattr(flex, "_compiled", lambda: dict.fromkeys((None, False), flex_attention))
+        monkeypatch.setattr(Choice, "dense", None)
+        assert off(batch.forward(params, kernel="flex")[batch.valid], want[batch.valid]) < 2e-5
+        steps = []
+        for tokens in alone.tokens.split([9, 10], dim=1):
+            step = fnmodels.prepare_step(case.config, tokens, cache)
+            logits, cache = fnmodels.decode(params, *step, cache, config=case.config, kernel="flex")
+            steps.append(logits)
+    assert off(torch.cat(steps, 1), whole) < 2e-5
 
 
 @every_case

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
+from fnmodels.ops.attention.choice import reads_choices
 from fnmodels.ops.indexer import (
     Indexer,
     all_visible,
@@ -17,7 +17,6 @@ from fnmodels.ops.indexer import (
     index_keys,
     keys_of,
     keys_of_ranks,
-    reads_choices,
 )
 from fnmodels.ops.invariant.attention import plan_tiles
 from fnmodels.ops.mla import query_latent
@@ -102,7 +101,7 @@ def chosen_keys(
         choices = choose(indexer_weights, x, query_latent(weights, x, indexer.latent_eps), k, freqs, keys, indexer)
     if indexer_weights is not None:
         choices = layer.aux["chosen"] = layer.tap("choices", choices)
-    if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():
+    if reads_choices(kernel) and shape_of(whole)[1] == 1:
         return chosen_places(keys, choices)
     allowed = chosen(keys, choices)
     return plan_tiles(mask, allowed) if layer.options.invariant else allowed

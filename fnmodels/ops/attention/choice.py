@@ -1,6 +1,7 @@
 """`Choice`: the keys that each query attends to, by index: the form of a mask that kernel="sparse" reads."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,3 +67,18 @@ def every_key(allowed: Tensor) -> Choice:
     rows, _, queries, keys = allowed.shape
     index = torch.arange(keys, device=allowed.device).expand(rows, queries, keys)
     return Choice(index, allowed[:, 0], keys)
+
+
+def reader_of_choices(kernel: Any) -> str | None:
+    """The name of the kernel that reads a `Choice`, "auto", "sparse" or "flex"; None: a dense mask is made of it.
+
+    A function that reads choices, by a kernel of this name, has it as its attribute `reader_of_choices`.
+    """
+    reader: str | None = getattr(kernel, "reader_of_choices", None)
+    return kernel if kernel in ("auto", "sparse", "flex") else reader
+
+
+def reads_choices(kernel: Any) -> bool:
+    """Whether a kernel takes a `Choice`; others take a dense mask of it. In a compiled graph only "flex" does."""
+    reader = reader_of_choices(kernel)
+    return reader == "flex" or (reader is not None and not torch.compiler.is_compiling())

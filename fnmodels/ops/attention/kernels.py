@@ -4,7 +4,7 @@ kernel    needs                     use
 math      -                         every transform: jvp, Hessian products, second derivatives
 sdpa      -                         fused; a dense mask unless the layout proves is_causal or no mask equivalent
 blocks    Mask and layout           CPU and eager mode: packed documents, windows, chunks; memory linear in S
-flex      Mask or BlockMask         CUDA; on the CPU without gradients
+flex      Mask, BlockMask or choice CUDA; on the CPU without gradients
 varlen    Mask and layout, CUDA     packed documents in fp16 or bf16
 sparse    eager mode                a choice of keys: time and memory linear in the number of chosen keys
 invariant Mask, eager mode          a token's bits depend on its document's tokens alone; first derivatives

@@ -19,6 +19,7 @@ from fnmodels.options import Kernel, Tap
 
 from .checks import SHORT, check_layout, check_shapes, layout_at_hand
 from .choice import Choice
+from .choice_tiles import choice_block_mask
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import Bias
 from .sdpa import by_index
@@ -72,8 +73,7 @@ def attention(
         more = {} if bias is None else {"bias": bias}
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
     if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, bias))):
-        mask = mask.dense()
-        mask = mask if mask.shape[1] == 1 else mask.repeat_interleave(q.shape[2] // mask.shape[1], dim=1)
+        mask = choice_block_mask(mask, q.shape[2]) if kernel == "flex" else _dense(mask, q.shape[2])
     asks = _PLAIN
     if softcap is not None or sinks is not None or bias is not None:
         asks = Asks(softcap is not None, sinks is not None, bias is not None)
@@ -95,6 +95,12 @@ def attention(
     if not (chosen.guarded or "all" in chosen.supports):
         q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
     return chosen.run(q, k, v, form, scoring)
+
+
+def _dense(choice: Choice, heads: int) -> Tensor:
+    """bool [B or 1, 1 or N, Q, K] of N = `heads` of queries; 1 where all share a choice."""
+    mask = choice.dense()
+    return mask if mask.shape[1] == 1 else mask.repeat_interleave(heads // mask.shape[1], dim=1)
 
 
 def _gathers(choice: Choice, q: Tensor, k: Tensor, bias: Bias | None) -> bool:

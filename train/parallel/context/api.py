@@ -41,7 +41,7 @@ from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.inputs.segments import preceding_tokens
 from fnmodels.models.common.family import DecoderConfig, field_of
 from fnmodels.models.common.registry import ordered_kinds
-from fnmodels.ops.attention.choice import Choice
+from fnmodels.ops.attention.choice import Choice, reader_of_choices
 from fnmodels.ops.attention.kernels import KERNELS
 from fnmodels.ops.attention.select import Asks, attention, materialize
 from fnmodels.ops.dtypes import upcast
@@ -209,7 +209,7 @@ def context_kernel(method: Method, group: ProcessGroup, *, inner: str = "auto") 
 
     kernel.before = RanksBefore(group, "math" if inner == "math" else "auto")  # type: ignore[attr-defined]
     kernel.keys_of_ranks = RanksKeys(group)  # type: ignore[attr-defined]
-    kernel.reads_choices = method == "gather" and inner in ("auto", "sparse")  # type: ignore[attr-defined]
+    kernel.reader_of_choices = reader_of_choices(inner) if method == "gather" else None  # type: ignore[attr-defined]
     return kernel
 
 

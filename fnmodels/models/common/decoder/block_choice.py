@@ -10,7 +10,8 @@ from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
 from fnmodels.models.common.chosen_keys import NO_CHOICE
 from fnmodels.models.common.context import Context
-from fnmodels.ops.indexer import keys_of, keys_of_ranks, reads_choices
+from fnmodels.ops.attention.choice import reads_choices
+from fnmodels.ops.indexer import keys_of, keys_of_ranks
 from fnmodels.ops.indexers.blocks import BlockIndexer, chosen_blocks, places_in_blocks
 from fnmodels.ops.indexers.gated_pools import GatedPoolIndexer
 from fnmodels.ops.indexers.pooled import PooledIndexer
@@ -86,7 +87,7 @@ def _chosen(
     if weights is not None and isinstance(how, GatedPoolIndexer):  # layers with the others never share
         ctx.aux["chosen"] = given
     queries, groups = heads
-    if reads_choices(kernel) and shape_of(whole)[1] == 1 and not torch.compiler.is_compiling():
+    if reads_choices(kernel) and shape_of(whole)[1] == 1:
         return places_in_blocks(keys, given, groups, how.size)
     allowed = chosen_blocks(keys, given, groups, how.size)
     if ctx.options.invariant:
