@@ -74,6 +74,7 @@ def sizes() -> dict[str, int]:
 # Published parameter counts of the presets.
 TOTALS: dict[str, int | str] = {
     "glm-4-9b": 9_400_279_040,
+    "glm-4-9b-chat": 9_399_951_360,
     "glm-4-32b": "32B",
 }
 

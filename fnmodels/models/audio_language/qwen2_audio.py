@@ -96,6 +96,16 @@ _VOXTRAL: dict[str, Any] = {
 }
 _VOXTRAL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 _VOXTRAL |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e8}
+# config.json of Qwen/Qwen2-Audio-7B and of mistralai/Voxtral-Mini-3B-2507 and -Small-24B-2507.
+_QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 156032, "hidden_size": 4096, "intermediate_size": 11008}
+_QWEN |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-5}
+_QWEN |= {"rope_theta": 10000.0, "max_position_embeddings": 8192}
+_SMALL = {"hidden_size": 5120, "intermediate_size": 32768, "num_hidden_layers": 40}
+PRESETS: dict[str, ConfigJson] = {
+    "qwen2-audio-7b": {"model_type": "qwen2_audio", "text_config": _QWEN},
+    "voxtral-mini-3b": {"model_type": "voxtral", "text_config": {"model_type": "llama"} | _VOXTRAL},
+    "voxtral-small-24b": {"model_type": "voxtral", "text_config": {"model_type": "llama"} | _VOXTRAL | _SMALL},
+}
 # Ours: (Whisper's name in files, the usual one, the default).
 _SIZES = {
     "hidden_size": ("d_model", "hidden_size", 1280),

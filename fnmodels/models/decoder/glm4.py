@@ -97,3 +97,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
     normed = rms_norm(x, layer["post_attention_layernorm"], eps=eps)
     fed = gated_mlp(layer["mlp"], normed, activation=config.hidden_act, tap=ctx.tap)
     return x + ctx.tap("mlp", rms_norm(fed, layer["post_mlp_layernorm"], eps=eps) if config.sandwich else fed)
+
+
+# config.json of zai-org/glm-4-9b-chat-hf
+PRESETS: dict[str, ConfigJson] = {
+    "glm-4-9b-chat": {"model_type": "glm", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696}
+    | {"num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2}
+}

@@ -223,5 +223,10 @@ def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config
 
 PRESETS: dict[str, ConfigJson] = {
     "seed-oss-36b": {"model_type": "seed_oss", "vocab_size": 155136, "hidden_size": 5120, "intermediate_size": 27648}
-    | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7}
+    | {"num_hidden_layers": 64, "num_attention_heads": 80, "rope_theta": 1e7},
+    "exaone-3.0-7.8b": {"model_type": "exaone", "vocab_size": 102400, "hidden_size": 4096, "intermediate_size": 14336}
+    | {"num_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "internlm3-8b": {"model_type": "internlm3", "vocab_size": 128512, "hidden_size": 4096, "intermediate_size": 10240}
+    | {"num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 2, "rope_theta": 5e7}
+    | {"max_position_embeddings": 32768, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}},
 }

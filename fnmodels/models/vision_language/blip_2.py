@@ -38,6 +38,18 @@ from fnmodels.tree import Tree
 MODEL_TYPES = ("blip-2",)
 TRAITS = Traits(leftovers=(r"qformer\.embeddings\..*", r"language_model\.lm_head\.bias"))
 features_of = vision_language.features_by_config
+# config.json of Salesforce/blip2-opt-2.7b and -6.7b (arXiv 2301.12597), whose vocabulary has a token for pictures.
+PRESETS: dict[str, ConfigJson] = {
+    name: {
+        "model_type": "blip-2",
+        "image_token_index": 50265,
+        "text_config": {"model_type": "opt", "vocab_size": 50304, "hidden_size": width, "word_embed_proj_dim": width}
+        | {"ffn_dim": 4 * width, "num_hidden_layers": 32, "num_attention_heads": 32},
+        "vision_config": {"model_type": "blip_2_vision_model"},
+        "qformer_config": {"model_type": "blip_2_qformer"},
+    }
+    for name, width in (("blip2-opt-2.7b", 2560), ("blip2-opt-6.7b", 4096))
+}
 
 
 @dataclass(frozen=True, kw_only=True)

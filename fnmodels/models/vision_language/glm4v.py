@@ -60,6 +60,15 @@ _TYPES = {
     "glm_ocr": _Type("GlmOcrForConditionalGeneration", "glm_ocr", "glm4", _OCR, 59280),
 }
 MODEL_TYPES = tuple(_TYPES)
+# config.json of zai-org/GLM-4.1V-9B-Thinking and zai-org/GLM-4.5V (arXiv 2507.01006).
+_MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}, "partial_rotary_factor": 0.5}
+_9B = {"model_type": "glm4v_text", "max_position_embeddings": 65536} | _MROPE
+_106B = {"model_type": "glm4v_moe_text", "vocab_size": 151552, "head_dim": 128, "attention_bias": True} | _MROPE
+_TOWER = {"model_type": "glm4v_moe_vision", "out_hidden_size": 4096, "intermediate_size": 10944}
+PRESETS: dict[str, ConfigJson] = {
+    "glm-4.1v-9b": {"model_type": "glm4v", "text_config": _9B, "vision_config": {"model_type": "glm4v_vision"}},
+    "glm-4.5v": {"model_type": "glm4v_moe", "text_config": _106B, "vision_config": _TOWER},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

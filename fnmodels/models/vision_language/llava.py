@@ -56,15 +56,15 @@ TRAITS = Traits(
     in_memory={r"^(image|video)_tower\.(vision_model\.)?": r"model.\1_tower.", **vision_language.MODULES},
 )
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+# config.json of llava-hf/llava-1.5-7b-hf, llava-hf/vip-llava-7b-hf and LanguageBind/Video-LLaVA-7B-hf.
+_VICUNA = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **_LLAMA}
+_CLIP = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+_CLIP |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
+_7B: ConfigJson = {"image_token_index": 32000, "text_config": _VICUNA, "vision_config": _CLIP}
 PRESETS: dict[str, ConfigJson] = {
-    "llava-1.5-7b": {
-        "model_type": "llava",
-        "image_token_index": 32000,
-        "text_config": {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
-        | {"rms_norm_eps": 1e-5, **_LLAMA},
-        "vision_config": {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096}
-        | {"num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 336, "patch_size": 14},
-    }
+    "llava-1.5-7b": _7B | {"model_type": "llava"},
+    "vip-llava-7b": _7B | {"model_type": "vipllava"},
+    "video-llava-7b": _7B | {"model_type": "video_llava", "vision_config": _CLIP | {"image_size": 224}},
 }
 
 

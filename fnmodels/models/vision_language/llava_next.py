@@ -38,6 +38,42 @@ from fnmodels.models.vision_language.common.vision_language import with_images  
 from fnmodels.tree import Tree
 
 _LLAMA = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
+_SIZES = (*_LLAMA, "num_key_value_heads")
+_CLIP = {"model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
+_CLIP |= {"num_attention_heads": 16, "image_size": 336, "patch_size": 14}
+_SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "image_size": 384}
+_SIGLIP |= {"num_hidden_layers": 26, "num_attention_heads": 16, "patch_size": 14, "vision_use_head": False}
+
+
+def _next(sizes: tuple[int, ...], token: int = 32000, **rest: Any) -> ConfigJson:
+    text = {"model_type": "llama", "vocab_size": token + 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    text |= dict(zip(_SIZES, sizes, strict=True)) | rest
+    return {"model_type": "llava_next", "image_token_index": token, "text_config": text, "vision_config": _CLIP}
+
+
+def _onevision(sizes: tuple[int, ...], vocab: int = 152128, **rest: Any) -> ConfigJson:
+    text = {"model_type": "qwen2", "vocab_size": vocab, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+    text |= {"rope_theta": 1e6} | dict(zip(_SIZES, sizes, strict=True)) | rest
+    return {"model_type": "llava_onevision", "text_config": text, "vision_config": _SIGLIP}
+
+
+# config.json of llava-hf/llava-v1.6-*-hf and llava-hf/llava-onevision-qwen2-*-ov-hf, whose conversion pads the
+# vocabulary of the text to the next multiple of 64 that has room for the tokens of pictures.
+PRESETS: dict[str, ConfigJson] = {
+    "llava-1.6-mistral-7b": _next(
+        (4096, 14336, 32, 32, 8),
+        model_type="mistral",
+        rope_theta=1e6,
+        max_position_embeddings=32768,
+        sliding_window=None,
+    ),
+    "llava-1.6-vicuna-7b": _next((4096, 11008, 32, 32, 32)),
+    "llava-1.6-vicuna-13b": _next((5120, 13824, 40, 40, 40)),
+    "llava-1.6-34b": _next((7168, 20480, 60, 56, 8), 64000, rope_theta=5e6),
+    "llava-onevision-0.5b": _onevision((896, 4864, 24, 14, 2), 152000, tie_word_embeddings=True),
+    "llava-onevision-7b": _onevision((3584, 18944, 28, 28, 4)),
+    "llava-onevision-72b": _onevision((8192, 29568, 80, 64, 8)),
+}
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,14 @@ _TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "lighton_ocr": ("qwen3", {}, "LightOnOcrForConditionalGeneration"),
 }
 MODEL_TYPES = tuple(_TYPES)
+# The text of LightOnOCR-1B-1025 and of LightOnOCR-2-1B (arXiv 2601.14251).
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072}
+_QWEN3 |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+_QWEN3 |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960, "tie_word_embeddings": True}
 PRESETS: dict[str, ConfigJson] = {
     "mistral-small-3.1-24b": {"model_type": "mistral3", "tie_word_embeddings": False, "vision_config": _PIXTRAL}
-    | {"text_config": {"model_type": "mistral", "sliding_window": None} | _SMALL}
+    | {"text_config": {"model_type": "mistral", "sliding_window": None} | _SMALL},
+    "lightonocr-1b": {"model_type": "lighton_ocr", "vision_config": _PIXTRAL, "text_config": _QWEN3},
 }
 
 

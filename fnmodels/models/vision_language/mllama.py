@@ -46,6 +46,26 @@ TRAITS = Traits(
     resaved={**vision_language.IN_MEMORY, r"model\.(vision_model\..*)": r"\1"},
     in_memory={**vision_language.MODULES, r"^vision_model\.": "model.vision_model."},
 )
+# config.json of meta-llama/Llama-3.2-11B-Vision and -11B-Vision-Instruct.
+_TEXT: ConfigJson = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 40}
+_TEXT |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0}
+_TEXT |= {
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+PRESETS: dict[str, ConfigJson] = {
+    name: {
+        "model_type": "mllama",
+        "text_config": {"model_type": "mllama_text_model"} | _TEXT,
+        "vision_config": {"model_type": "mllama_vision_model", "image_size": side},
+    }
+    for name, side in (("llama-3.2-11b-vision", 448), ("llama-3.2-11b-vision-instruct", 560))
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from fnmodels.models.vision.common import two_towers
 from fnmodels.models.vision.common.two_towers import kinds, towers  # noqa: F401
 from fnmodels.models.vision_language.common import vision_language
 from fnmodels.models.vision_language.common.image_prompts import placeholder  # noqa: F401
+from fnmodels.models.vision_language.common.pixel_shuffle_presets import PRESETS  # noqa: F401
 from fnmodels.models.vision_language.common.vision_language import with_images  # noqa: F401
 from fnmodels.ops.linear import linear
 from fnmodels.ops.mlp import glu

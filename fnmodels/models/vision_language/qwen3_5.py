@@ -47,6 +47,50 @@ _TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_5_moe": (_USUAL | _MOE, "Qwen3_5MoeForConditionalGeneration"),
 }
 MODEL_TYPES = tuple(_TYPES)
+_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+_ROPE |= {"mrope_interleaved": True}
+_TEXT: dict[str, Any] = {"vocab_size": 248320, "head_dim": 256, "rope_parameters": _ROPE}
+_TEXT |= {"max_position_embeddings": 262144}
+# (blocks, width, inner width, heads) of the towers.
+_TOWERS = {"small": (12, 768, 3072, 12), "middle": (24, 1024, 4096, 16), "large": (27, 1152, 4304, 16)}
+
+
+def _preset(
+    model_type: str, width: int, layers: int, heads: tuple[int, int, int], tower: str = "large", **rest: Any
+) -> ConfigJson:
+    """heads: of queries, of keys, and of the values of linear layers."""
+    names = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads")
+    text = _TEXT | {"hidden_size": width, "num_hidden_layers": layers} | dict(zip(names, heads, strict=True)) | rest
+    sizes = dict(zip(("depth", "hidden_size", "intermediate_size", "num_heads"), _TOWERS[tower], strict=True))
+    return {
+        "model_type": model_type,
+        "tie_word_embeddings": tower != "large",
+        "text_config": {"model_type": f"{model_type}_text"} | text,
+        "vision_config": {"model_type": f"{model_type}_vision", "out_hidden_size": width} | sizes,
+    }
+
+
+def _dense(inner: int, *sizes: Any) -> ConfigJson:
+    return _preset("qwen3_5", *sizes, intermediate_size=inner)
+
+
+def _sparse(experts: int, chosen: int, inner: int, *sizes: Any) -> ConfigJson:
+    own: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": chosen}
+    own |= {"moe_intermediate_size": inner, "shared_expert_intermediate_size": inner}
+    return _preset("qwen3_5_moe", *sizes, **own)
+
+
+# config.json of Qwen/Qwen3.5-*.
+PRESETS: dict[str, ConfigJson] = {
+    "qwen3.5-0.8b": _dense(3584, 1024, 24, (8, 2, 16), "small"),
+    "qwen3.5-2b": _dense(6144, 2048, 24, (8, 2, 16), "middle"),
+    "qwen3.5-4b": _dense(9216, 2560, 32, (16, 4, 32), "middle"),
+    "qwen3.5-9b": _dense(12288, 4096, 32, (16, 4, 32)),
+    "qwen3.5-27b": _dense(17408, 5120, 64, (24, 4, 48)),
+    "qwen3.5-35b-a3b": _sparse(256, 8, 512, 2048, 40, (16, 2, 32)),
+    "qwen3.5-122b-a10b": _sparse(256, 8, 1024, 3072, 48, (32, 2, 64)),
+    "qwen3.5-397b-a17b": _sparse(512, 10, 1024, 4096, 60, (32, 2, 64)),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,19 +13,19 @@ import params as P
 from fnmodels.errors import UserError
 from fnmodels.models.common import registry
 from fnmodels.models.common.family import field_of
-from fnmodels.models.common.registry import family_reading
+from fnmodels.models.common.registry import family_reading, text_config
 from fnmodels.models.decoder import stablelm
 from fnmodels.models.presets import preset, presets, published
 from tests.support.cases import check_shapes, collected, family_modules, published_of
 from tests.support.status import CHECKED, PRESET
-from tests.variants import bart, flux, t5, t5gemma, vision, wav2vec2, whisper
+from tests.variants import bart, flux, t5, t5gemma, vision, wav2vec2, whisper, wrappers
 
 # Totals as their publishers' files add up to (a tied head counts once); of Gemma 3's larger and Ministral 3 without the
 # vision tower and its projection. A text is all that the publisher says, cut off and not rounded: Ministral's 8.4B is
 # 8.49. The copies of embedding and head that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek
 # V3's files, and of GLM 4.5's.
 PUBLISHED: dict[str, int | str] = collected("TOTALS") | vision.TOTALS | t5.TOTALS | whisper.TOTALS
-PUBLISHED |= flux.TOTALS | t5gemma.TOTALS | bart.TOTALS | wav2vec2.TOTALS
+PUBLISHED |= flux.TOTALS | t5gemma.TOTALS | bart.TOTALS | wav2vec2.TOTALS | wrappers.TOTALS
 
 
 def test_every_preset_has_a_published_total() -> None:
@@ -61,9 +61,9 @@ def test_counts_without_a_head(name: str) -> None:
 
 
 def largest() -> Iterator[Any]:
-    """Of each model type; without those that tests/contract/test_build.py runs from their config.json."""
+    """Of each model type, texts of wrappers included; tests/contract/test_build.py runs those with a config.json."""
     built = [(c.model_type, c) for family in family_modules() for c in published_of(family).values()]
-    read = [family_reading(values).Config.from_hf(values) for values in published().values()]
+    read = [text_config(family_reading(values).Config.from_hf(values)) for values in published().values()]
     configs = [config for config in read if field_of(config, "head") in ("lm", "masked_lm")]
     for model_type in fnmodels.families():
         config = max((c for c in configs if c.model_type == model_type), key=P.count, default=None)
