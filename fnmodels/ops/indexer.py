@@ -74,18 +74,27 @@ class Keys:
 
     mask: in any form; heads with masks of their own choose together. q_segments: [B or 1, Q].
     segments, positions: [B or 1, K]; positions count from 0 and differ within a document.
+    among: bool [B, Q, K], the keys that queries choose among; None: all of the mask.
     """
 
     mask: MaskLike
     q_segments: Tensor
     segments: Tensor
     positions: Tensor
+    among: Tensor | None = None
 
     def allowed(self, queries: slice = slice(None)) -> Tensor:
         """bool [B or 1, Q, K] of these queries."""
         if isinstance(self.mask, Mask):
-            return self.mask.select(queries, slice(None)).dense().squeeze(1)
-        return to_dense(self.mask)[:, :, queries].any(dim=1)
+            seen = self.mask.select(queries, slice(None)).dense().squeeze(1)
+        else:
+            seen = to_dense(self.mask)[:, :, queries].any(dim=1)
+        return seen if self.among is None else seen & self.among[:, queries]
+
+    def dense(self) -> Tensor:
+        """bool [B or 1, N or 1, Q, K] of all queries, of each head that has a mask of its own."""
+        seen = to_dense(self.mask)
+        return seen if self.among is None else seen & self.among.unsqueeze(1)
 
 
 def keys_of(mask: MaskLike) -> Keys:
@@ -171,13 +180,15 @@ def all_visible(keys: Keys) -> Tensor:
 def chosen(keys: Keys, choices: Tensor) -> Tensor:
     """bool [B, N or 1, Q, K]: the mask of the keys that choices [B, Q, k] names, of those that queries may choose."""
     index, known = _places(keys, choices)
-    return Choice(index, known, keys.positions.shape[1]).dense() & to_dense(keys.mask)
+    return Choice(index, known, keys.positions.shape[1]).dense() & keys.dense()
 
 
 def chosen_places(keys: Keys, choices: Tensor) -> Choice:
     """`chosen` as the places of those keys, whose memory is linear in k. ValueError for masks that differ by head."""
     index, known = _places(keys, choices)
-    return named_once(index, known & _visible(keys.mask, index), keys.positions.shape[1])
+    known = known & _visible(keys.mask, index)
+    known = known if keys.among is None else known & keys.among.gather(-1, index)
+    return named_once(index, known, keys.positions.shape[1])
 
 
 def _places(keys: Keys, choices: Tensor) -> tuple[Tensor, Tensor]:

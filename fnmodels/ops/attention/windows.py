@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fnmodels.inputs.mask import Mask
+from fnmodels.inputs.rules import Causal
 from fnmodels.inputs.windows import Windows
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.invariant.rows import elementwise, pairwise_sum
@@ -103,11 +105,9 @@ def _with_window_before(numbers: Tensor, gates: Tensor, ends: Tensor, segments: 
     return torch.cat((c, own_c), 2), torch.cat((z, own_z), 2)
 
 
-def visible(windows: Windows, keys: WindowKeys) -> Tensor:
-    """bool [B, 1, Q, C]: the windows that the tokens of `windows` see, those of their document that end by then."""
-    same = windows.segments[..., None] == keys.segments[:, None]
-    seen = same & (keys.segments[:, None] > 0) & (keys.ends[:, None] <= windows.positions[..., None])
-    return seen.unsqueeze(1)
+def window_mask(windows: Windows, keys: WindowKeys) -> Mask:
+    """The windows that the tokens of `windows` see, those of their document that end by then."""
+    return Mask(windows.positions, windows.segments, keys.ends, keys.segments, None, None, Causal())
 
 
 def continued(held: OfTokens, new: OfTokens) -> OfTokens:

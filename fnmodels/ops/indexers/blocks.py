@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.values import at_hand
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.slots import Entry
@@ -177,7 +176,7 @@ def chosen_blocks(keys: Keys, choices: Tensor, groups: int, size: int) -> Tensor
     taken = torch.zeros(*at.shape[:3], codes.shape[1] + 1, dtype=torch.bool, device=at.device)
     taken = taken.scatter(-1, at, torch.ones_like(at, dtype=torch.bool))
     taken = taken.gather(-1, slots[:, None, None].expand(rows, groups, queries, -1))
-    return taken & to_dense(keys.mask)
+    return taken & keys.dense()
 
 
 def places_in_blocks(keys: Keys, choices: Tensor, groups: int, size: int) -> Choice:

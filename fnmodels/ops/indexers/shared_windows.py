@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.windows import Windows
-from fnmodels.ops.indexer import Indexer, Keys, choose, chosen, index_queries, index_scores
+from fnmodels.ops.indexer import Indexer, Keys, choose, chosen, index_queries, index_scores, pieces
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_fp32_weight
 
-from ..attention.windows import WindowKeys, visible
+from ..attention.windows import WindowKeys, window_mask
 from .candidates import candidates
 
 
@@ -47,7 +47,7 @@ class SharedKeys:
         if self.choices is None:
             raise ValueError("No layer has chosen among these keys: a full or reindex layer does, before others read.")
         if not self.index.shape[1]:  # rows shorter than a window
-            return visible(windows, self.windows)
+            return window_mask(windows, self.windows).dense()
         return chosen(named(self.windows, windows), self.choices)
 
 
@@ -98,12 +98,15 @@ def choose_shared(
         if blocks is not None:
             q, share = index_queries(weights, x, latent, shared.index.shape[-1], table, indexer)
             size = blocks.size * windows.ratio
-            among = candidates(index_scores(q, share, shared.index), keys, count=blocks.count, size=size)
+            parts = pieces(q.shape[1], q.shape[0] * q.shape[2] * shared.index.shape[1])
+
+            def scores(rows: slice) -> Tensor:
+                return index_scores(q[:, rows], share[:, rows], shared.index)
+
+            among = candidates(scores, parts, keys, count=blocks.count, size=size)
     return replace(shared, choices=choices, among=among)
 
 
 def named(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
     """The windows that queries may choose, of those in `among` [B, Q, C]."""
-    allowed = visible(windows, keys)
-    allowed = allowed if among is None else allowed & among.unsqueeze(1)
-    return Keys(allowed, windows.segments, keys.segments, keys.ends)
+    return Keys(window_mask(windows, keys), windows.segments, keys.segments, keys.ends, among)

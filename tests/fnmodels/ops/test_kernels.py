@@ -17,7 +17,6 @@ from torch.autograd.functional import jacobian
 from torch.func import grad, jacfwd, jacrev, jvp, linearize, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import create_block_mask
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnmodels
 import params as P
@@ -43,6 +42,7 @@ from fnmodels.ops.attention.block_sparse import plan_blocks
 from fnmodels.ops.attention.select import SHORT, Asks, attention, materialize
 from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
 from fnmodels.ops.cpu.tiled import tiles_are_faster
+from tests.support.largest import Largest
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -398,18 +398,6 @@ def test_equal_documents_beside_others(rule: Rule) -> None:
 
 
 # Memory and garbage
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in out if isinstance(out, (tuple, list)) else (out,):
-            self.numel = max(self.numel, leaf.numel() if isinstance(leaf, Tensor) else 0)
-        return out
 
 
 def test_a_window_over_131072_tokens() -> None:

@@ -1,6 +1,8 @@
 """Keys of windows that layers share, against loops over each document: full, reindex and reuse layers, packed rows."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from fnmodels.models.common.context import Context
 from fnmodels.models.common.deepseek_v4.attention import rotate
 from fnmodels.models.common.deepseek_v4.windows import Compressor, keys_and_beside
 from fnmodels.ops import Rope, rotary_table
+from fnmodels.ops import indexer as ops
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, Keys
 from fnmodels.ops.indexers import shared_windows
@@ -23,6 +26,7 @@ from fnmodels.ops.indexers.candidates import candidates
 from fnmodels.ops.indexers.shared_windows import Blocks, SharedKeys, choose_shared, index_of
 from fnmodels.options import ForwardOptions
 from tests.support.cases import generic, positions_of, segments
+from tests.support.largest import Largest
 
 D, H, WIDTH, HEADS, RANK, NEAR, EPS = 10, 8, 6, 32, 7, 3, 1e-3
 ROPE, COUNT = Rope(theta=30.0, partial=0.5), 2
@@ -187,10 +191,10 @@ def rotated_index_first(weights: Weights, *given: Any, **how: Any) -> SharedKeys
     return SharedKeys(made.windows, F.linear(made.windows.keys, weights["k_proj"]))
 
 
-def any_block(scores: Tensor, keys: Keys, **how: Any) -> Tensor:
+def any_block(scores: Any, parts: Any, keys: Keys, **how: Any) -> Tensor:
     """Without the block of the last visible key."""
-    named = Keys(keys.mask & (keys.positions < 20)[:, None, None], keys.q_segments, keys.segments, keys.positions)
-    return candidates(-scores, named, **how)
+    named = replace(keys, mask=to_dense(keys.mask) & (keys.positions < 20)[:, None, None])
+    return candidates(lambda rows: -scores(rows), parts, named, **how)
 
 
 BUGS: dict[str, tuple[str, Any]] = {
@@ -231,3 +235,70 @@ def test_keys_without_a_choice_are_refused() -> None:
     shared = make_shared(layers[0], xs[0], windows, table)
     with pytest.raises(ValueError, match="No layer has chosen among these keys"):
         shared.seen(windows)
+
+
+def wide(ratio: int, length: int) -> Callable[[], SharedKeys]:
+    """A call that chooses and finds candidates in one document of this many windows, with the keys already made."""
+    layers, _ = drawn(ratio)
+    ids = torch.ones(1, length * ratio, dtype=torch.long)
+    positions, own = positions_of(ids), layers[0]
+    windows, table = build_windows(positions, ids, ratio), rotary_table(ROPE, H, positions)
+    x = generic("wide", torch.empty(1, length * ratio, D)).double()
+    starts = rotary_table(ROPE, H, positions - positions % ratio)
+    shared = make_shared(own, x, windows, starts)
+    inputs, indexer, blocks = (x, F.linear(x, own["q_a"])), Indexer(COUNT, rotate), Blocks(count=6, size=2)
+    return lambda: choose_shared(own, inputs, table, shared, windows, indexer=indexer, blocks=blocks)
+
+
+def everything_at_once(queries: int, scores: int) -> tuple[slice, ...]:
+    return (slice(None),)
+
+
+def outputs_of(ratio: int, monkeypatch: pytest.MonkeyPatch, most: int | None) -> tuple[list[Tensor], Tensor]:
+    """What the packed rows read, and the candidates of a longer one, with pieces of so many scores; None: in one."""
+    with monkeypatch.context() as patch:
+        if most is None:
+            patch.setattr(shared_windows, "pieces", everything_at_once)
+        else:
+            patch.setattr(ops, "_MOST", most)
+        layers, xs = drawn(ratio)
+        among = wide(ratio, 40)().among
+        assert among is not None
+        return run(layers, xs, ratio, BLOCKS), among
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_candidates_do_not_depend_on_how_many_queries_are_scored_at_once(
+    ratio: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; pieces of one query, and of so many that the last piece is shorter."""
+    read, among = outputs_of(ratio, monkeypatch, None)
+    again, others = outputs_of(ratio, monkeypatch, queries * HEADS * 40)
+    assert torch.equal(among, others) and among.any() and not among.all()
+    assert all(torch.equal(a, b) for a, b in zip(read, again, strict=True))
+
+
+def test_candidates_of_a_piece_that_takes_the_mask_of_the_first_queries_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A planted bug: each piece is masked as the first one."""
+    _, among = outputs_of(1, monkeypatch, None)
+    allowed = Keys.allowed
+    monkeypatch.setattr(Keys, "allowed", lambda keys, rows: allowed(keys, slice(0, rows.stop - rows.start)))
+    _, wrong = outputs_of(1, monkeypatch, HEADS * 40)
+    assert not torch.equal(among, wrong)
+
+
+def test_scores_of_all_windows_are_never_in_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor is larger than the scores of a piece, or a mask of the windows; all scores are 32 times that."""
+    length, most = 256, 1 << 16
+    monkeypatch.setattr(ops, "_MOST", most)
+    call = wide(1, length)
+    with Largest() as largest:
+        call()
+    assert largest.numel <= max(most, length**2)
+    monkeypatch.setattr(shared_windows, "pieces", everything_at_once)
+    with Largest() as largest:
+        call()
+    assert largest.numel >= HEADS * length**2

@@ -86,7 +86,7 @@ def test_a_document_that_begins_inside_a_window_has_no_key_of_it() -> None:
 def test_a_query_sees_the_windows_that_have_ended() -> None:
     windows = build_windows(POSITIONS, IDS, RATIO)
     keys = ops.weighted_sums(drawn(IDS, False), windows.slots, BIAS[False], overlap=False)
-    seen = ops.visible(windows, keys)[:, 0]
+    seen = ops.window_mask(windows, keys).dense()[:, 0]
     for b in range(2):
         for t in range(IDS.shape[1]):
             expected = (int(POSITIONS[b, t]) + 1) // RATIO if IDS[b, t] > 0 else 0

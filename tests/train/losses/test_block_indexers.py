@@ -13,7 +13,7 @@ from fnmodels import tree
 from fnmodels.models.common.carried import own_choices
 from fnmodels.models.common.context import Context
 from fnmodels.ops import indexer as ops
-from fnmodels.ops.attention.windows import visible
+from fnmodels.ops.attention.windows import window_mask
 from fnmodels.ops.indexer import keys_of
 from tests.support.cases import Batch, Case, batch_of, cases, generic_params, off, segments, trainable
 from train.losses.indexers import teaching
@@ -62,7 +62,7 @@ class Noting(Context):
     ) -> Any:
         keys = keys()
         queries = ops.index_queries(weights, *inputs, keys.keys.shape[-1], freqs["table"], indexer)
-        ended, among = visible(mask["windows"], keys), None if self.dense else among
+        ended, among = window_mask(mask["windows"], keys).dense(), None if self.dense else among
         each = torch.arange(ended.shape[-1]).expand(len(ended), -1)  # a window is a block of one key
         seen = ended if among is None else ended & among
         self.notes.append((each, ops.index_scores(*queries, keys.keys).unsqueeze(2), seen[:, 0], 1))

@@ -26,8 +26,8 @@ from fnmodels.ops.attention.windows import (
     last_of,
     last_tokens,
     of_tokens,
-    visible,
     weighted_sums,
+    window_mask,
 )
 from fnmodels.ops.dtypes import upcast
 from fnmodels.ops.indexer import Indexer, Keys, all_visible, choose, chosen, keys_of_ranks
@@ -179,8 +179,7 @@ def _chosen_windows(
 ) -> Tensor | None:
     choices, windows = ctx.tensors.get("choices"), mask["windows"]
     keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
-    allowed = visible(windows, keys)
-    named = Keys(allowed, windows.segments, keys.segments, keys.ends)
+    named = Keys(window_mask(windows, keys), windows.segments, keys.segments, keys.ends)
     if choices is None and keys.keys.shape[1] <= indexer.count:
         if ctx.wants("choices"):
             ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
@@ -204,7 +203,7 @@ def attend_to_windows(
 ) -> Tensor:
     """Attention of q [B, S, N, H] over keys of tokens kv [B, S, 1, H] and of windows, which are values too.
 
-    among: bool [B, 1, Q, C], of the windows that have ended those that are read; None: all. [B, S, N, H].
+    among: bool [B, 1, Q, C], the windows that are read, all of which have ended; None: all that have. [B, S, N, H].
     """
     kernel, tokens = ctx.options.kernel, mask["attention"]
     if ctx.options.invariant:
@@ -226,8 +225,7 @@ def attend_to_windows(
         kv = ranks.gather(upcast(kv.flatten(2))).to(kv.dtype).unflatten(2, kv.shape[2:])
         kernel = getattr(kernel, "before").kernel  # noqa: B009 - of one process: all keys are here
     near = to_dense(tokens)
-    far = visible(mask["windows"], windows)
-    far = far if among is None else far & among
+    far = window_mask(mask["windows"], windows).dense() if among is None else among
     rows = max(near.shape[0], far.shape[0])
     seen = torch.cat([part.expand(rows, -1, -1, -1) for part in (near, far)], -1)
     keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
