@@ -6,6 +6,7 @@ initialize    `init`, `abstract` and `count`: trees from a family's `spec`
 axes          the logical axes of parameters: what shards each, and where a layer computes with it
 sharding      `Rules` and `plan`: logical axes of parameters to mesh dimensions, without torch.distributed
 lora          LoRA adapters as trees: init, merge, load and save
+compressed_ids `token_map` and `with_token_map`: compressed ids of tokens, made of a tokenizer (DeepSeek V4.1)
 vocabulary    `resize_vocab`: embeddings and heads of another number of tokens
 weight_forms  `packed` and `quantize`: linear weights in forms for decoding, oneDNN's layout, int8 and int4
 checkpoint/   Hugging Face checkpoints: config.json, load, save, export, manifest; the tensor map
@@ -45,6 +46,7 @@ from params.checkpoint.load import LoadReport, load_pretrained
 from params.checkpoint.manifest import verify
 from params.checkpoint.save import save_pretrained
 from params.checkpoint.transaction import recover
+from params.compressed_ids import token_map, with_token_map
 from params.initialize import abstract, count, init, new_head
 from params.interchange import from_jax, to_jax
 from params.quantized.encode import requantize
@@ -55,6 +57,7 @@ from params.weight_forms import packed, quantize
 
 __all__ = ["abstract", "count", "init", "new_head", "resize_vocab", "Rules", "Sharding", "describe", "plan", "lora"]
 __all__ += ["flatten", "unflatten", "from_jax", "to_jax"]
+__all__ += ["token_map", "with_token_map"]
 __all__ += ["packed", "quantize", "dequantize", "requantize"]
 __all__ += ["Constant", "Leaf", "Normal"]
 __all__ += [

@@ -26,7 +26,7 @@ from .tensor_map import (
     tied_names,
     untied_config,
 )
-from .value_checks import refuse_unknown_experts
+from .value_checks import refuse_wrong_numbers
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
@@ -48,7 +48,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
 
     Raises:
         MismatchError: It lists every tensor that is missing, unexpected, repeated, or of another shape or kind of
-            dtype, or every one that names an expert which the model has not.
+            dtype, or every table of numbers, such as those of experts, with one that the model has not.
         ValueError: An argument is a dict, or both are in the other order.
     """
     if isinstance(config, Mapping) or isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
@@ -76,7 +76,7 @@ def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -
             + (hint if renamed else "")
         )
     flat = {leaf.path: extract_parameter(leaf.stored, form.tensors) for leaf in form.parameters}
-    refuse_unknown_experts("The tensors", form.parameters, flat)
+    refuse_wrong_numbers("The tensors", form.parameters, flat)
     return tree.unflatten(flat)
 
 

@@ -17,6 +17,7 @@ from fnmodels.models.common.config_json import ConfigJson, IgnoreFields
 from fnmodels.models.common.family import DecoderConfig, traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.storage import disk_names
+from params.compressed_ids import has_tokenizer, map_paths
 from params.io.safetensors_file import TensorEntry, TensorFile, cast_buffer
 from params.quantized.methods import read_quantization
 from params.quantized.weight import Found, QuantizedWeight, is_zero_bias, pair
@@ -34,6 +35,7 @@ class CheckedFolder:
     found: {name on disk: (its file, its entry)}. leftovers: names in it that are no parameter. tied: {name of a
     redundant tensor: name of the tensor it must equal}. prefix: the first component that the names on disk omit.
     unread: {beginning of names: how many tensors} of the other parts of a model of which only the text is read.
+    of_tokenizer: paths of the tables of compressed token ids that the files lack; they are made of tokenizer.json.
     """
 
     config: DecoderConfig
@@ -44,6 +46,7 @@ class CheckedFolder:
     tied: dict[str, str]
     prefix: str
     unread: dict[str, int] = field(default_factory=dict)
+    of_tokenizer: frozenset[str] = frozenset()
 
 
 def check_folder(
@@ -88,9 +91,14 @@ def check_folder(
         and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(located, name, buffer))
     )
     known = {name: value for name, value in located.items() if name not in leftovers}
+    lacking = _lacking_maps(config, parameters, known)
     note = f"\nThese are the names of a text model alone; in the files they begin with {where}" if where else ""
+    if lacking and has_tokenizer(folder):
+        expected = {name: pieces for name, pieces in expected.items() if pieces[0].path not in lacking}
+    elif lacking:
+        note += f"\n{folder / 'tokenizer.json'} is missing, of which compressed ids of tokens are made"
     _compare(folder, expected, tied, known, lambda names: tensor_map.why_wrong(config, names) + note)
-    checked = CheckedFolder(config, files, parameters, located, leftovers, tied, prefix, others)
+    checked = CheckedFolder(config, files, parameters, located, leftovers, tied, prefix, others, lacking)
     return _only(part_of(config, part, folder), part, checked)
 
 
@@ -118,6 +126,14 @@ def _head_names(config: Any) -> set[str]:
     """The names on disk of a head that is not tied."""
     leaves = tensor_map.stored_leaves(config)
     return {name for leaf in leaves if leaf.path in ("lm_head", "text.lm_head") for name in disk_names(leaf.stored)}
+
+
+def _lacking_maps(config: DecoderConfig, parameters: Iterable[StoredLeaf], known: Found) -> frozenset[str]:
+    """The paths of tables of compressed token ids of which the files have no tensor."""
+    paths = map_paths(config)
+    return frozenset(
+        leaf.path for leaf in parameters if leaf.path in paths and not known.keys() & {*disk_names(leaf.stored)}
+    )
 
 
 def _only(config: Any, part: str | None, checked: CheckedFolder) -> CheckedFolder:

@@ -20,6 +20,7 @@ from fnmodels.models.common import storage
 from fnmodels.models.common.family import traits_of
 from fnmodels.models.common.registry import family_of
 from fnmodels.tree import Tree
+from params.compressed_ids import folder_token_map
 from params.initialize import leaf_dtype
 from params.io.safetensors_file import cast_buffer
 from params.quantized.kept import KeptWeight
@@ -32,7 +33,7 @@ from .hub import local_folder
 from .load_gguf import is_gguf, load_gguf
 from .read_leaf import Source, full_box, keep_leaf, read_leaf
 from .tensor_map import StoredLeaf, dtype_class
-from .value_checks import check_ties, refuse_non_finite, refuse_unknown_experts
+from .value_checks import check_ties, refuse_non_finite, refuse_wrong_numbers
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,10 @@ def load_pretrained(
 
     A leaf of several tensors, such as stacked experts, is always read into new memory; at most one tensor is held in
     addition to the result. A tied head is one leaf. Files without MTP heads are read without them, whatever config.json
-    says. A vision-language model is read with its tower. A text model is read out of models that are not read as a
-    whole (InternVL, Voxtral) with part="text", if config.json has it as an object of a type that is read. A head that
-    such files lack is the embedding.
+    says. Compressed ids of tokens that files of DeepSeek V4.1 lack are made of tokenizer.json (`params.token_map`, the
+    extra `text`). A vision-language model is read with its tower. A text model is read out of models that are not read
+    as a whole (InternVL, Voxtral) with part="text", if config.json has it as an object of a type that is read. A head
+    that such files lack is the embedding.
 
     Args:
         path: A folder; the files of diffusers are diffusion_pytorch_model.safetensors and its shards. Or a GGUF file
@@ -153,7 +155,13 @@ def load_pretrained(
         source = Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
         check_ties(checked.tied, checked.found, source.buffer, share)
         made: dict[str, tuple[Any, bool]] = {}
+        lacking = [parameter for parameter in chosen if parameter.path in checked.of_tokenizer]
+        table = folder_token_map(checked.config, folder) if lacking else None
         for stored_leaf in chosen:
+            if table is not None and stored_leaf.path in checked.of_tokenizer:
+                own = table[boxes[stored_leaf.path]]
+                made[stored_leaf.path] = own.to(source.device, leaf_dtype(stored_leaf.leaf, dtype), copy=True), False
+                continue
             target = _target(stored_leaf, dtype, checked.found)
             how = placements[stored_leaf.path] if placements else None
             kept = keep_leaf(stored_leaf, source, target, how) if keep_quantized else None
@@ -161,9 +169,10 @@ def load_pretrained(
                 read_leaf(stored_leaf, boxes[stored_leaf.path], source, target) if kept is None else (kept, False)
             )
         flat = {path: leaf for path, (leaf, _) in made.items()}
-        refuse_unknown_experts(folder, chosen, flat)
+        refuse_wrong_numbers(folder, chosen, flat)
         if check_finite:
-            refuse_non_finite(folder, chosen, boxes, flat, checked.found)
+            read = [parameter for parameter in chosen if parameter not in lacking]
+            refuse_non_finite(folder, read, boxes, flat, checked.found)
         if report is not None:
             mapped = sum(leaf.nbytes for leaf, is_mapped in made.values() if is_mapped)
             sizes = (max((e.stop for e in file.entries.values()), default=0) for file in checked.files)

@@ -1,15 +1,17 @@
-"""The checks of a checkpoint that read values: redundant copies of a tensor, numbers of experts, NaN and infinities."""
+"""The checks of a checkpoint that read values: redundant copies of a tensor, tables of numbers, NaN and infinities."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
-from fnmodels.models.common.storage import Stack, TensorSlice, disk_name
+from fnmodels.models.common.spec import InTurn
+from fnmodels.models.common.storage import Stack, disk_name, disk_names
 from params.io.safetensors_file import Box, TensorEntry, read_into
 from params.quantized.kept import dequantize
 from params.quantized.weight import Found, QuantizedWeight
@@ -56,20 +58,23 @@ def _same(one: Located, two: Located, buffer: Tensor, share: tuple[int, int]) ->
     return True
 
 
-def refuse_unknown_experts(source: object, leaves: Sequence[StoredLeaf], flat: dict[str, Tensor]) -> None:
-    """MismatchError listing the leaves that name experts which the model has not. flat: {path: the leaf or a shard}."""
+def refuse_wrong_numbers(source: object, leaves: Sequence[StoredLeaf], flat: dict[str, Any]) -> None:
+    """MismatchError listing the tables (`InTurn`) with a value that is not one of the numbers which they count from 0.
+
+    They name experts or compressed ids of tokens, and forward passes clamp them. flat: {path: the leaf or a shard}.
+    """
     faults = []
     for leaf in leaves:
-        if isinstance(leaf.stored, TensorSlice) and (count := leaf.stored.experts):
-            value = flat[leaf.path]
-            wrong = value[(value < 0) | (value >= count)]
+        if isinstance(leaf.leaf.init, InTurn):
+            value, count = flat[leaf.path], leaf.leaf.init.count
+            wrong = value[~((value >= 0) & (value < count) & (value == value.round()))]  # NaN is wrong too
             if len(wrong):
                 faults.append(
-                    f"{leaf.path}, {leaf.stored.name}: holds {int(wrong[0])}, but the model has {count} experts, "
-                    f"from 0 to {count - 1} ({len(wrong):,} of {value.numel():,} numbers name no expert)"
+                    f"{leaf.path}, {', '.join(disk_names(leaf.stored))}: holds {float(wrong[0]):.17g}, which is no "
+                    f"whole number from 0 to {count - 1} ({len(wrong):,} of {value.numel():,} values)"
                 )
     if faults:
-        raise MismatchError(f"{source}: experts that do not exist:{as_lines(faults)}")
+        raise MismatchError(f"{source}: numbers of nothing that the model has:{as_lines(faults)}")
 
 
 def refuse_non_finite(

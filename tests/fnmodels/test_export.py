@@ -14,7 +14,7 @@ from torch.func import grad, grad_and_value, jacfwd, jacrev, jvp, vmap
 from torch.nn.functional import cross_entropy
 
 import fnmodels
-from fnmodels import llama, tree
+from fnmodels import deepseek_v4, deepseek_v41, llama, tree
 from fnmodels.tree import nodes
 from tests.support.cases import (
     Case,
@@ -27,6 +27,8 @@ from tests.support.cases import (
     short,
     shortest,
 )
+from tests.variants import deepseek_v4 as deepseek_v4_variants
+from tests.variants import deepseek_v41 as deepseek_v41_variants
 
 SHAPES = ((3, 8), (2, 5), (4, 12), (1, 2))  # the first is exported, the others are run
 FAMILIES = {case.family: case for case in richest()}
@@ -139,6 +141,42 @@ def test_export_with_parameters_as_state(case: Case) -> None:
     program = exported(config, AsState(config, params))
     assert len(program.state_dict) == len(tree.leaves(params))
     assert_runs(config, params, program.module(), tolerance_of(case))
+
+
+def windowed(family: str) -> Any:
+    """A layer that chooses 3 windows: of 2 tokens in DeepSeek V4.1, of 3 in V4."""
+    if family == "deepseek_v41":
+        config: Any = deepseek_v41.Config.from_hf(deepseek_v41_variants.PLAIN)
+        kinds = ("indexed_by2_moe",)
+    else:
+        config, kinds = deepseek_v4.Config.from_hf(deepseek_v4_variants.TINY), ("indexed_moe",)
+    assert config.index_topk == 3
+    return dataclasses.replace(config, num_hidden_layers=1, layer_kinds=kinds)
+
+
+# (family, length that is exported, lengths that its program serves, those on which it raises), see docs/transforms.md
+RANGES = [
+    ("deepseek_v41", 12, (8, 20), (3, 5, 7)),
+    ("deepseek_v41", 7, (6,), (3, 5, 8)),
+    ("deepseek_v41", 5, (4,), (3, 6, 8)),
+    ("deepseek_v41", 3, (2,), (4, 12)),
+    ("deepseek_v4", 13, (12, 20), (5, 9, 11)),
+    ("deepseek_v4", 7, (6, 11), (5, 12)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "length", "served", "refused"), RANGES, ids=str)
+def test_a_program_that_chooses_windows_is_for_a_range_of_their_number(
+    family: str, length: int, served: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    config = windowed(family)
+    params, arguments = generic_params(config), prepared(config, 3, length)
+    program = export(AsInput(config), (params, *arguments), dynamic_shapes=dynamic(arguments)).module()
+    assert_runs(config, params, lambda *given: program(params, *given), 1e-5, [(2, size) for size in served])
+    for size in refused:
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program(params, *prepared(config, 2, size))
 
 
 def test_a_saved_rule_is_the_same_rule() -> None:

@@ -259,6 +259,8 @@ class Traits:
     # the states that MTP heads read: "chained": the model's after its final norm, then those of the head before after
     # its own; "raw": before these norms; "streams": raw ones of several rows; "shared": the model's; see `fnmodels.mtp`
     mtp_reads: Literal["chained", "raw", "shared", "streams"] = "chained"
+    # ends of the paths of tables of compressed token ids, which loading makes of tokenizer.json where files lack them
+    of_tokenizer: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()  # patterns of names in files that are not read, such as buffers
     # {part that is not read: pattern of its names in files}, which loading refuses without drop=(part,)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -298,7 +300,7 @@ class Traits:
 
 
 _VALUES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts"), (tuple, "a tuple")),
+    **dict.fromkeys(("kinds", "heads", "leftovers", "equal_parts", "of_tokenizer"), (tuple, "a tuple")),
     **dict.fromkeys(
         ("dropout", "dropout_defaults", "dropout_of", "optional", "unread", "resaved", "in_memory", "classes"),
         (Mapping, "a dict"),

@@ -74,6 +74,7 @@ TRAITS = Traits(
     dropout={},
     left_axis="one",
     left_wide=True,
+    of_tokenizer=("ngrams.token_map",),
     leftovers=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.bias_vl"),  # drafting heads; of tokens of images
     unread={"vision": r"(vision|aligner)\..*|image_.*"},
 )

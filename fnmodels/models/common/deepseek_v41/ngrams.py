@@ -1,7 +1,7 @@
 """Layers of DeepSeek V4.1 that add hashed n-grams to residual streams (`fnmodels.ops.streams.engram`).
 
 The compressed id of each token is "token_map" among the layer's parameters; published files have none, since it is made
-of the tokenizer.
+of the tokenizer (`params.token_map`).
 """
 
 from collections.abc import Sequence
