@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.inputs.values import at_hand
 from fnmodels.ops.torch_internals import transformed
 from fnmodels.tree import Tree
 from train.batch import Batches
@@ -144,7 +145,7 @@ def update(
     finite = is_finite(loss, norm)
     if clip is not None:
         scale = clip_factor(norm, clip) if scale is None else scale * clip_factor(norm, clip)
-    if scale is not None:
+    if scale is not None and not _is_one(scale):
         for grad in sums.grads:
             grad.mul_(scale)
     metrics: Metrics = {"loss": loss, "count": sums.count, "grad_norm": norm, "finite": finite}
@@ -163,6 +164,12 @@ def update(
         params = with_paths(lambda path, leaf: moved.get(path, leaf), after.params)
         after = State(after.step, params, after.opt_state)
     return after, metrics
+
+
+def _is_one(scale: Tensor) -> bool:
+    """Whether a scale is known to be 1, as where nothing is clipped: a pass over all gradients that changes no bit."""
+    value = at_hand(scale)
+    return value is not None and bool(value == 1)
 
 
 def check_reached(sums: Sums) -> None:

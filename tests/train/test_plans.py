@@ -8,9 +8,11 @@ import torch
 
 import train
 from fnmodels import tree
+from train.gradients import gradient_sums
 from train.optim.base import Optimizer, with_traits
 from train.state import init_state
 from train.step import make_step
+from train.update import update
 
 DRAW = torch.Generator().manual_seed(0)
 X, Y = torch.randn(12, 4, generator=DRAW), torch.randn(12, 3, generator=DRAW)
@@ -113,3 +115,17 @@ def test_a_state_of_an_optimizer_without_a_form_in_place_goes_by_update():
         states = [step(state, BATCH)[0] for step, state in zip(steps, states, strict=True)]
     for one, other in zip(*map(tree.leaves, states), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_gradients_within_the_clip_are_not_written():
+    """A factor of 1 changes no bit, and is a pass over all gradients; one below 1 is multiplied."""
+    optimizer = train.adamw(0.1)
+    for clip, writes in ((1e6, 0), (1e-3, 1)):
+        state = init_state(params(), optimizer)
+        sums = gradient_sums(loss, optimizer)(state.params, [BATCH])
+        grads, before = sums.grads, [grad._version for grad in sums.grads]
+        unclipped = [grad.clone() for grad in grads]
+        _, metrics = update(optimizer, state, sums, clip=clip)
+        assert [grad._version - version for grad, version in zip(grads, before, strict=True)] == [writes] * len(grads)
+        factor = min(1.0, clip / float(metrics["grad_norm"]))
+        assert all(torch.allclose(a, b * factor) for a, b in zip(grads, unclipped, strict=True))
