@@ -22,6 +22,7 @@ from fnmodels.ops import indexer as ops
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.indexer import Indexer, Keys
 from fnmodels.ops.indexers import shared_windows
+from fnmodels.ops.indexers.blocks import chosen_blocks
 from fnmodels.ops.indexers.candidates import candidates
 from fnmodels.ops.indexers.shared_windows import Blocks, SharedKeys, choose_shared, index_of
 from fnmodels.options import ForwardOptions
@@ -252,6 +253,21 @@ def wide(ratio: int, length: int) -> Callable[[], SharedKeys]:
 
 def everything_at_once(queries: int, scores: int) -> tuple[slice, ...]:
     return (slice(None),)
+
+
+@pytest.mark.parametrize("form", [lambda mask: mask, to_dense], ids=["rule", "dense"])
+def test_keys_to_choose_among_bound_every_reading_of_a_choice(form: Any) -> None:
+    """A choice that names all keys is of those in `among` that queries see, as a mask, as places and by blocks."""
+    positions = positions_of(IDS)
+    mask, among = build_mask(Causal(), positions, IDS), generic("among", torch.empty(1, *[IDS.shape[1]] * 2)) > 0
+    keys = Keys(form(mask), IDS, IDS, positions, among)
+    expected = to_dense(mask)[:, 0] & among
+    every = torch.arange(IDS.shape[1]).expand_as(among)
+    assert torch.equal(keys.allowed(), expected) and not torch.equal(expected, to_dense(mask)[:, 0])
+    assert torch.equal(keys.allowed(slice(9, 20)), expected[:, 9:20])
+    assert torch.equal(ops.chosen(keys, every)[:, 0], expected)
+    assert torch.equal(ops.chosen_places(keys, every).dense()[:, 0], expected)
+    assert torch.equal(chosen_blocks(keys, every, 1, 3)[:, 0], expected)
 
 
 def outputs_of(ratio: int, monkeypatch: pytest.MonkeyPatch, most: int | None) -> tuple[list[Tensor], Tensor]:
