@@ -63,7 +63,8 @@ MODEL_TYPES = tuple(_TYPES)
 # config.json of zai-org/GLM-4.1V-9B-Thinking and zai-org/GLM-4.5V (arXiv 2507.01006).
 _MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [8, 12, 12]}, "partial_rotary_factor": 0.5}
 _9B = {"model_type": "glm4v_text", "max_position_embeddings": 65536} | _MROPE
-_106B = {"model_type": "glm4v_moe_text", "vocab_size": 151552, "head_dim": 128, "attention_bias": True} | _MROPE
+_106B = _MOE | {"model_type": "glm4v_moe_text", "vocab_size": 151552, "head_dim": 128} | _MROPE
+del _106B["mrope_section"]
 _TOWER = {"model_type": "glm4v_moe_vision", "out_hidden_size": 4096, "intermediate_size": 10944}
 PRESETS: dict[str, ConfigJson] = {
     "glm-4.1v-9b": {"model_type": "glm4v", "text_config": _9B, "vision_config": {"model_type": "glm4v_vision"}},
@@ -115,7 +116,9 @@ class Config:
         moe = variant.plain == "glm4_moe"
         unwritten = ("use_qk_norm", "num_nextn_predict_layers") if moe else ("attention_bias",)
         text = qwen_vl.text_to_hf(self.text, f"{parts}_text", *unwritten)
-        if self.model_type != "glm_ocr":
+        usual_width = self.text.hidden_size // self.text.num_attention_heads
+        # GLM-4.5V's heads are wider; transformers reads no width of the heads of dense texts.
+        if self.model_type != "glm_ocr" and (not moe or text["head_dim"] == usual_width):
             del text["head_dim"]
         return vision_language.to_hf(
             self,

@@ -41,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4v": _values("glm4v", "glm4v", _TEXT, attention_bias=True),
     "glm46v": _values("glm46v", "glm4v", _TEXT),
     "glm4v_moe": _values("glm4v_moe", "glm4v_moe", _TEXT | _MOE),
+    # heads that are wider than the width divided among them, as in GLM-4.5V
+    "glm4v_moe_wide": _values("glm4v_moe", "glm4v_moe", _TEXT | _MOE | {"num_attention_heads": 4, "head_dim": 8}),
     "glm_ocr": _values("glm_ocr", "glm_ocr", _TEXT | _FULL),
 }
 STRUCTURES = ("glm4v", "glm4v_moe")  # for the tests of all readers of images

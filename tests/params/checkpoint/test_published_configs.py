@@ -13,6 +13,7 @@ import pytest
 
 import fnmodels
 import params as P
+from fnmodels.models.presets import published
 from tests.support.cases import collected, family_modules, variants_of
 
 FILES: dict[str, dict[str, Any]] = collected("FILES")
@@ -33,6 +34,15 @@ def test_a_published_file_is_read_and_is_its_preset(name: str, tmp_path: Path) -
     config, preset = P.load_config(tmp_path), fnmodels.preset(name)
     assert config == dataclasses.replace(preset, initializer_range=config.initializer_range)
     assert config.to_hf()["architectures"] == FILES[name]["architectures"]
+
+
+@pytest.mark.parametrize("name", [name for name, values in published().items() if "model_type" in values])
+def test_a_folder_of_a_preset_is_read_as_it_and_so_is_its_text_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published()[name]))
+    whole = fnmodels.preset(name)
+    assert P.load_config(tmp_path) == whole
+    if "text_config" in published()[name]:
+        assert P.load_config(tmp_path, part="text") == (whole.text if hasattr(whole, "text") else whole)
 
 
 def test_what_qwen3_coder_says_besides(tmp_path: Path) -> None:
