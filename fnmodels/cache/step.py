@@ -11,6 +11,7 @@ from fnmodels.apply import hidden_states
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
 from fnmodels.models.common.family import DecoderConfig
 from fnmodels.ops.invariant.rows import invariant_rows
+from fnmodels.ops.slots import Entry
 from fnmodels.options import USUAL, Edit, ForwardKwargs, ForwardOptions
 from fnmodels.run_params import RunParams
 from fnmodels.taps import FINAL
@@ -170,9 +171,10 @@ def written(
     else:
         inputs = given[0]
         planned = plan_step(given, cache, config, options, free=runs_freely(params, options), inplace=True)
-    x, after, tapped = run_planned(params, inputs, planned, cache, taps)
+    x, tapped, entries = _through_layers(params, inputs, planned, cache, taps)
     with invariant_rows(options.invariant):
         logits = logits_at(params, x, inputs, config, at, options.edits)
+    after = planned.after(cache, entries)  # last, for it may write into the slots
     consume(cache)
     return logits, after, tapped
 
@@ -206,6 +208,14 @@ def run_planned(
     params: Tree, inputs: Tree, planned: PlannedStep, cache: Cache, taps: tuple[str, ...] = ()
 ) -> tuple[Tensor, Cache, dict[str, Tensor]]:
     """(hidden states of the new tokens [B, S, D], cache with them, {tap: tensor} as of `fnmodels.hidden`)."""
+    x, tapped, entries = _through_layers(params, inputs, planned, cache, taps)
+    return x, planned.after(cache, entries), tapped
+
+
+def _through_layers(
+    params: Tree, inputs: Tree, planned: PlannedStep, cache: Cache, taps: tuple[str, ...]
+) -> tuple[Tensor, dict[str, Tensor], dict[int, Entry]]:
+    """`hidden_states` of a planned step."""
     config = planned.config
     options = planned.options
     if options.edits:
@@ -215,10 +225,7 @@ def run_planned(
         (read,) = (attention_part(planned.masks[kind]) for kind in cache.slots)
         assert isinstance(read, Mask)
         inputs = {**inputs, "key_positions": read.kv_positions}
-    x, tapped, entries = hidden_states(
-        params, inputs, planned.masks, planned.tables, config, options, taps, planned.step
-    )
-    return x, planned.after(cache, entries), tapped
+    return hidden_states(params, inputs, planned.masks, planned.tables, config, options, taps, planned.step)
 
 
 def logits_at(

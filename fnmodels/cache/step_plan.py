@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from fnmodels.models.common.family import DecoderConfig, LayerKind, field_of, fu
 from fnmodels.models.common.registry import family_of
 from fnmodels.ops.attention.sdpa import ByIndex
 from fnmodels.ops.invariant.attention import TILE
-from fnmodels.ops.slots import Entry, SlotUse, write
+from fnmodels.ops.slots import Entry, SlotUse, write, write_
 from fnmodels.options import ForwardOptions
 from fnmodels.stack.plan import StackPlan, parts_of, plan_stack
 from fnmodels.tree import Tree
@@ -35,8 +35,8 @@ from .value import Cache, Facts, Slots, is_clean, is_plain, known_clean, with_fa
 class PlannedStep(NamedTuple):
     """The arguments of the layers for one call on a cache (step, masks, tables, options), and the slots after it.
 
-    biased: see `reads_key_positions`. facts: of the cache before the call, where these are the
-    next tokens of its plain rows; else None.
+    biased: see `reads_key_positions`. facts: of the cache before the call, where these are the next tokens of its plain
+    rows; else None. plans: of those; `after` writes what they leave for the end of the step.
     """
 
     config: DecoderConfig
@@ -47,9 +47,13 @@ class PlannedStep(NamedTuple):
     slots: dict[str, Slots]
     biased: bool
     facts: Facts | None = None
+    plans: Sequence[_Plan] = ()
 
     def after(self, cache: Cache, entries: Mapping[int, Entry]) -> Cache:
         """The cache after the call, from the layers' new entries."""
+        for plan in self.plans:
+            for held, new in plan.late:
+                write_(held, new, plan.written, first=plan.use.first)
         layers = tuple([entry | entries[i] for i, entry in enumerate(cache.layers)])
         after = Cache(layers, self.slots, cache.kinds, cache.length, cache.memory)
         if self.facts is None:
@@ -136,8 +140,7 @@ def plan_rows(
         written[kind], uses[kind], after[kind] = plan.written, plan.use, plan.after
         by_index = by_index and plan.mask is _EVERY_KEY
     read = dict.fromkeys(masks, _EVERY_KEY) if by_index and not choices.mixes else _read(masks, of_kind)
-    ready = by_index or all(isinstance(attention_part(mask), _READY) for mask in read.values())
-    ready = ready and usual and choices.plan is not None
+    ready = usual and choices.plan and (by_index or all(isinstance(attention_part(m), _READY) for m in read.values()))
     step = CacheStep(
         dict(enumerate(cache.layers)),
         written,
@@ -147,7 +150,7 @@ def plan_rows(
         (len(rows.lengths), 1) if ready else None,
     )
     facts = facts if choices is facts.choices else facts._replace(choices=choices)
-    return PlannedStep(config, step, read, tables, options, after, choices.biased, facts)
+    return PlannedStep(config, step, read, tables, options, after, choices.biased, facts, list(plans.values()))
 
 
 def _read(masks: Mapping[str, MaskLike], of_kind: Mapping[str, _Plan]) -> dict[str, MaskLike]:
@@ -219,12 +222,16 @@ def _reads_mask(config: DecoderConfig, cache: Cache) -> bool:
 
 
 class _Plan(NamedTuple):
-    """One call for the kinds that share a mask: where new tokens go, the slots after it, and what queries read."""
+    """One call for the kinds that share a mask: where new tokens go, the slots after it, and what queries read.
+
+    late: (tensor [B, C] of slots, its values of the new tokens [B, 1]), which the call writes in place at its end.
+    """
 
     written: Tensor
     after: Slots
     mask: Any
     use: SlotUse
+    late: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 def _plan(
@@ -287,19 +294,21 @@ def _plan_next(mask: Mask, slots: Slots, rows: KnownRows, choices: Choices, inpu
     index = positions % room if slots.ring else positions
     equal = rows.equal
     first = rows.slots(room, slots.ring)[0] if equal else None
-    positions = _put(slots.positions, positions, index=index, first=first)
-    segments = _put(slots.segments, segments, index=index, first=first)
-    after = Slots(positions, segments, None, slots.ring)
-    if slots.tokens is not None:
-        after = replace(after, tokens=_put(slots.tokens, _ids(inputs), index=index, first=first))
     filled = min(max(rows.lengths) + 1, room)
     length = min(-(-filled // choices.multiple) * choices.multiple, room)
     use = SlotUse("slots", length, inplace, True, first)
-    if equal and choices.maskless and length == filled and (type(mask.rule) is Causal or rows.all_seen(mask, room)):
+    maskless = equal and choices.maskless and length == filled
+    maskless = maskless and (type(mask.rule) is Causal or rows.all_seen(mask, room))
+    if maskless and inplace and slots.tokens is None:  # no layer reads the slots: a call that fails changes none
+        return _Plan(index, slots, _EVERY_KEY, use, ((slots.positions, positions), (slots.segments, segments)))
+    positions = _put(slots.positions, positions, index=index, first=first)
+    segments = _put(slots.segments, segments, index=index, first=first)
+    tokens = None if slots.tokens is None else _put(slots.tokens, _ids(inputs), index=index, first=first)
+    after = Slots(positions, segments, None, slots.ring, None, tokens)
+    if maskless:
         return _Plan(index, after, _EVERY_KEY, use)
-    kept = slice(length)
-    seen = Mask(mask.q_positions, mask.q_segments, positions[:, kept], segments[:, kept], None, None, mask.rule)
-    return _Plan(index, after, seen, use)
+    keys = positions[:, :length], segments[:, :length]
+    return _Plan(index, after, Mask(mask.q_positions, mask.q_segments, *keys, None, None, mask.rule), use)
 
 
 _EVERY_KEY = ByIndex(Everything())
@@ -362,9 +371,7 @@ def _with_images(masks: Mapping[str, MaskLike], cache: Cache) -> Mapping[str, Ma
 
 def _tokens_of(inputs: Tree, cache: Cache) -> Tensor | None:
     """`Slots.tokens` of the new tokens, -1 for vectors; None for a cache without."""
-    if all(slots.tokens is None for slots in cache.slots.values()):
-        return None
-    return _ids(inputs)
+    return None if all(slots.tokens is None for slots in cache.slots.values()) else _ids(inputs)
 
 
 def _ids(inputs: Tree) -> Tensor:

@@ -142,6 +142,28 @@ def test_an_eager_step_refuses_what_decode_refuses() -> None:
         step(params, token, cache)
 
 
+@pytest.mark.parametrize("case", [LLAMA, SLIDING], ids=str)
+def test_a_step_writes_its_slots_in_place_and_copies_none(case: Case) -> None:
+    params, cache, token = prompted(case, EQUAL)
+    step = fnmodels.cache.eager_step(case.config)
+    places = {kind: (slots.positions.data_ptr(), slots.segments.data_ptr()) for kind, slots in cache.slots.items()}
+    _, cache = step(params, token, cache)
+    assert {kind: (s.positions.data_ptr(), s.segments.data_ptr()) for kind, s in cache.slots.items()} == places
+    assert rows_of(cache) == KnownRows(tuple(n + 1 for n in EQUAL), (1, 1))
+
+
+@pytest.mark.parametrize("wrong", ["ids", "at"])
+def test_a_step_that_fails_leaves_the_slots_as_they_were(wrong: str) -> None:
+    params, cache, token = prompted(LLAMA, EQUAL)
+    before = fnmodels.tree.map(Tensor.clone, cache.slots)
+    prepared = fnmodels.prepare_step(LLAMA.config, token * 0 - 1 if wrong == "ids" else token, cache)
+    with pytest.raises(ValueError, match="token ids" if wrong == "ids" else "at is"):
+        fnmodels.decode_(params, *prepared, cache, config=LLAMA.config, at="nowhere" if wrong == "at" else "all")
+    for held, want in zip(fnmodels.tree.leaves(cache.slots), fnmodels.tree.leaves(before), strict=True):
+        assert torch.equal(held, want)
+    assert rows_of(cache) == KnownRows(EQUAL, (1, 1))
+
+
 def test_a_step_counts_on_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     params, cache, token = prompted(LLAMA, RAGGED)
     assert rows_of(cache) == KnownRows(RAGGED, (1, 1))

@@ -143,12 +143,15 @@ class Context(ChoiceHooks, Passing):
         if watched := type(self) is not _Unwatched:
             q, k, v = self._tapped(q, k, v)
         if alibi is not None or "cache" in self.tensors:
-            read = {"k": k, "v": v} | kept_places(bias)
+            read = {"k": k, "v": v}
+            if bias is not None:
+                read |= kept_places(bias)
             if alibi is not None:
                 read["places"] = places_of(alibi["positions"], k.dtype)
             if "cache" in self.tensors:
                 read = self.extend(read)
-                k, v, bias = read["k"], read["v"], with_places(bias, read)
+                k, v = read["k"], read["v"]
+                bias = None if bias is None else with_places(bias, read)
             if alibi is not None:
                 q, k = with_alibi(q, k, alibi["slopes"], read["places"], scale=scale)
         if lend:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fnmodels.inputs.block_mask import is_block_mask
 from fnmodels.inputs.layout import Layout
 from fnmodels.inputs.mask import Mask, MaskLike
+from fnmodels.inputs.rules import Causal
 from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Kernel, Tap
 
@@ -22,7 +23,7 @@ from .choice import Choice
 from .choice_tiles import choice_block_mask
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import Bias
-from .sdpa import by_index
+from .sdpa import ByIndex, by_index, sdpa_attention
 from .varlen import varlen_window
 
 
@@ -78,6 +79,9 @@ def attention(
     if softcap is not None or sinks is not None or bias is not None:
         asks = Asks(softcap is not None, sinks is not None, bias is not None)
     ready = BY_FORM.get(type(mask)) if kernel == "auto" else None  # the kernel that the mask was made ready for
+    if asks is _PLAIN and isinstance(mask, ByIndex) and ready is not None:  # the usual call of small models
+        check_shapes(q, k, v, mask, mask)
+        return sdpa_attention(q, k, v, None, causal=type(mask.rule) is Causal, scale=scale)
     if ready is not None:
         name, form = ready, mask
     else:

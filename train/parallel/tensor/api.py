@@ -157,7 +157,9 @@ class TensorParallel:
         """This rank's heads and channels of a cache of `fnmodels.init_cache`; latents, which all heads share, are
         replicated.
         """
-        return dataclasses.replace(cache, layers=tuple(starmap(self.shards.own, enumerate(cache.layers))))
+        layers = tuple(starmap(self.shards.own, enumerate(cache.layers)))
+        slots = tree.map(Tensor.clone, cache.slots)  # steps write into them
+        return dataclasses.replace(cache, layers=layers, slots=slots)
 
     def outside(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """The params with those outside of layers as local tensors, and embedding and head as `Vocab`."""
