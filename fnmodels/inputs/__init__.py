@@ -23,7 +23,7 @@ from .noise import noise_keys
 from .order import Segments
 from .rules import BidirectionalWindow, Causal, Chunk, Everything, Rule, SameSpan, Window
 from .segments import segments_from_eos, segments_from_positions, text_order
-from .waves import unit_variance, wave_rows
+from .waves import sample_rows, unit_variance, wave_rows
 
 __all__ = [
     "BidirectionalWindow",
@@ -45,6 +45,7 @@ __all__ = [
     "log_mel",
     "noise_keys",
     "patch_rows",
+    "sample_rows",
     "segments_from_eos",
     "segments_from_positions",
     "text_order",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import places_in_rows
+from .packing import packed_tokens
 
 SAMPLE_RATE = 16000
 WINDOW, HOP = 400, 160  # samples of a Fourier transform, and between two of them
@@ -98,7 +98,7 @@ def frame_rows(
     Raises:
         ValueError: A clip does not fit in a row or has an odd number of frames, or there are no clips.
     """
-    return _packed([_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "frame_rows")
+    return packed_tokens([_tokens(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "frame_rows")
 
 
 def causal_rows(
@@ -117,21 +117,9 @@ def causal_rows(
     Raises:
         ValueError: For a clip of another shape or longer than a row, and without clips.
     """
-    return _packed([_tokens(mel, i, config.num_mel_bins, 3) for i, mel in enumerate(clips)], length, "causal_rows")
-
-
-def _packed(tokens: list[Tensor], length: int | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens [B, S, width], positions, segment_ids [B, S]) of clips' tokens [T, width]; name: of the caller."""
-    if not tokens:
-        raise ValueError(f"{name} needs at least one clip.")
-    places, shape = places_in_rows([len(one) for one in tokens], length, "Clip")
-    frames = tokens[0].new_zeros(*shape, tokens[0].shape[-1])
-    positions = torch.zeros(shape, dtype=torch.long, device=frames.device)
-    segment_ids = positions.clone()
-    for one, (row, here, number) in zip(tokens, places, strict=True):
-        frames[row, here], segment_ids[row, here] = one, number
-        positions[row, here] = torch.arange(len(one), device=frames.device)
-    return frames, positions, segment_ids
+    return packed_tokens(
+        [_tokens(mel, i, config.num_mel_bins, 3) for i, mel in enumerate(clips)], length, "causal_rows"
+    )
 
 
 def chunk_tokens(mel: Tensor, index: int, bins: int) -> int:
@@ -159,7 +147,7 @@ def chunk_rows(
     Raises:
         ValueError: For a clip of another shape or longer than a row, and without clips.
     """
-    return _packed([_chunked(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "chunk_rows")
+    return packed_tokens([_chunked(mel, i, config.num_mel_bins) for i, mel in enumerate(clips)], length, "chunk_rows")
 
 
 def _chunked(mel: Tensor, index: int, bins: int) -> Tensor:
@@ -203,7 +191,7 @@ def spectrum_rows(
     """
     for index, clip in enumerate(clips):
         check_spectrum(clip, index, config.num_mel_bins)
-    return _packed([clip.mT for clip in clips], length, "spectrum_rows")
+    return packed_tokens([clip.mT for clip in clips], length, "spectrum_rows")
 
 
 def windows(positions: Tensor, segment_ids: Tensor, size: int) -> Tensor:

@@ -82,6 +82,22 @@ def documents(segment_ids: Tensor, positions: Tensor | None = None) -> Documents
     return Documents(row, segment, first, last, number, rank)
 
 
+def numbers_in_rows(segment_ids: Tensor) -> Tensor:
+    """For each token of segment_ids [B, S], the number of its document in its row, from 0; reads no values.
+
+    Documents count in the order of their segment ids, padding among them.
+    """
+    ids, order = segment_ids.sort(dim=1, stable=True)
+    begins = torch.zeros_like(order)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.zeros_like(order).scatter(1, order, begins.cumsum(1))
+
+
+def sums_of_documents(values: Tensor, number: Tensor) -> Tensor:
+    """For each token, the sum of values [B, S] over its document. number [B, S]: those of `numbers_in_rows`."""
+    return torch.zeros_like(values).scatter_add(1, number, values).gather(1, number)
+
+
 def share_of_document(flags: Tensor, segment_ids: Tensor) -> Tensor:
     """For each token, the share of its document's tokens that have a flag; reads no values.
 
@@ -92,16 +108,9 @@ def share_of_document(flags: Tensor, segment_ids: Tensor) -> Tensor:
     Returns:
         Shares from 0 to 1, fp32 [B, S].
     """
-    ids, order = segment_ids.sort(dim=1, stable=True)
-    begins = torch.zeros_like(order)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    number = torch.zeros_like(order).scatter(1, order, begins.cumsum(1))  # of the document in its row
-
-    def total(counted: Tensor) -> Tensor:
-        sums = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device).scatter_add(1, number, counted.float())
-        return sums.gather(1, number)
-
-    return total(flags) / total(torch.ones_like(flags))
+    number = numbers_in_rows(segment_ids)
+    counted, every = (sums_of_documents(t.float(), number) for t in (flags, torch.ones_like(flags)))
+    return counted / every
 
 
 def pool(hidden: Tensor, documents: Documents, *, how: str = "mean") -> Tensor:

@@ -264,6 +264,23 @@ def places_in_rows(
     return places, (rows[-1] + 1, width)
 
 
+def packed_tokens(tokens: list[Tensor], length: int | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens [B, S, width], positions, segment_ids [B, S]) of clips' tokens [T, width]; name: of the caller.
+
+    ValueError without clips, and for a clip that is longer than a row.
+    """
+    if not tokens:
+        raise ValueError(f"{name} needs at least one clip.")
+    places, shape = places_in_rows([len(one) for one in tokens], length, "Clip")
+    rows = tokens[0].new_zeros(*shape, tokens[0].shape[-1])
+    positions = torch.zeros(shape, dtype=torch.long, device=rows.device)
+    segment_ids = positions.clone()
+    for one, (row, here, number) in zip(tokens, places, strict=True):
+        rows[row, here], segment_ids[row, here] = one, number
+        positions[row, here] = torch.arange(len(one), device=rows.device)
+    return rows, positions, segment_ids
+
+
 def _next_fit(sizes: Sequence[int], length: int) -> list[int]:
     rows, row, free = [], -1, 0
     for size in sizes:

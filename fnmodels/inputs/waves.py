@@ -1,8 +1,9 @@
-"""Raw waves as rows of tokens: `wave_rows`, which packs clips for stacks of strided convolutions (wav2vec 2.0).
+"""Raw waves as rows of tokens: `wave_rows` and `sample_rows`, which pack clips for stacks of strided convolutions.
 
 A token is what the convolutions read for one of their outputs. Where the first convolution is normalized over the whole
 clip, the moments of the samples that it reads stand behind them: the mean and the variance of a linear map of windows
-follow from the mean and the covariance of the windows, so that clips share a row without seeing each other.
+follow from the mean and the covariance of the windows, so that clips share a row without seeing each other (wav2vec
+2.0). Behind an activation they do not follow, and tokens say which outputs of the first convolution count (Moonshine).
 """
 
 from collections.abc import Sequence
@@ -12,16 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .packing import places_in_rows
+from .packing import packed_tokens, places_in_rows
 
 
-class WaveConfig(Protocol):
-    """The fields of an encoder's Config that say what a token is."""
+class ConvSizes(Protocol):
+    """The fields of an encoder's Config that say what its convolutions read."""
 
     @property
     def conv_kernel(self) -> tuple[int, ...]: ...
     @property
     def conv_stride(self) -> tuple[int, ...]: ...
+
+
+class WaveConfig(ConvSizes, Protocol):
+    """The fields of an encoder's Config that say what a token is."""
+
     @property
     def clip_norm(self) -> bool: ...  # whether the first convolution is normalized over the clip
 
@@ -34,10 +40,13 @@ class Windows(NamedTuple):
     root: Tensor | None
 
 
-def reach(config: WaveConfig) -> tuple[int, int]:
-    """(samples R that a token reads, samples from one token to the next)."""
+def reach(config: ConvSizes, first: int = 0) -> tuple[int, int]:
+    """(samples R that a token reads, samples from one token to the next).
+
+    first: convolutions before this one are left out, and the results count outputs of the last of those.
+    """
     width, step = 1, 1
-    for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
+    for kernel, stride in zip(config.conv_kernel[first:], config.conv_stride[first:], strict=True):
         width, step = width + (kernel - 1) * step, step * stride
     return width, step
 
@@ -86,6 +95,50 @@ def wave_rows(
     return waves, positions, segment_ids
 
 
+def sample_rows(
+    clips: Sequence[Tensor], config: ConvSizes, *, length: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens of clips of raw samples for convolutions with one mean and variance of a clip after the first (Moonshine).
+
+    A token has the samples of its outputs of the first convolution and of those that its clip has beyond the last
+    token, and how many of them the moments of the clip count for it. So tokens may stand in any order, and a clip has
+    the moments that it has alone.
+
+    Args:
+        clips: Floats [T] at 16 kHz; a clip has as many tokens as the convolutions have outputs.
+        config: The config of the encoder, or of both stacks.
+        length: Tokens in a row, into which clips are packed in their order; None: each clip has a row to itself. Either
+            way clip i is document i of `fnmodels.documents(segment_ids)`.
+
+    Returns:
+        (samples [B, S, R + 1], positions [B, S], segment_ids [B, S]); rows are padded at the end, with segment 0.
+
+    Raises:
+        ValueError: For a clip that is shorter than a token or does not fit in a row, and without clips.
+    """
+    return packed_tokens([_counted(clip, i, config) for i, clip in enumerate(clips)], length, "sample_rows")
+
+
+def outputs_of(config: ConvSizes) -> int:
+    """The outputs of the first convolution of which a token of `sample_rows` has the samples."""
+    width, step = reach(config, 1)
+    return width + step - 1
+
+
+def _counted(clip: Tensor, index: int, config: ConvSizes) -> Tensor:
+    """The tokens [T, R + 1] of a clip for `sample_rows`."""
+    _check_clip(clip, index, reach(config)[0])
+    kernel, stride = config.conv_kernel[0], config.conv_stride[0]
+    width, step = reach(config, 1)
+    outputs = (len(clip) - kernel) // stride + 1
+    tokens = (outputs - width) // step + 1
+    held = kernel + (outputs_of(config) - 1) * stride
+    end = held + (tokens - 1) * step * stride
+    counts = clip.new_full((tokens, 1), step)
+    counts[-1] = outputs - (tokens - 1) * step
+    return torch.cat((F.pad(clip, (0, max(0, end - len(clip))))[:end].unfold(0, held, step * stride), counts), -1)
+
+
 def windows_of(waves: Tensor, config: WaveConfig) -> Windows:
     """The parts of tokens [..., R] or [..., R + K + K K]; ValueError for tokens of another width."""
     width, kernel = reach(config)[0], config.conv_kernel[0]
@@ -104,16 +157,20 @@ def windows_of(waves: Tensor, config: WaveConfig) -> Windows:
 def _tokens(clip: Tensor, index: int, config: WaveConfig) -> Tensor:
     """The tokens [T, R] of a clip, or [T, R + K + K K]."""
     width, step = reach(config)
-    if clip.ndim != 1 or not clip.is_floating_point() or len(clip) < width:
-        raise ValueError(
-            f"Clip {index} must be floats [T] of at least {width} samples, which is one token, not {clip.dtype} "
-            f"{list(clip.shape)}."
-        )
+    _check_clip(clip, index, width)
     samples = clip.unfold(0, width, step)
     if not config.clip_norm:
         return samples
     mean, root = _moments(clip, config.conv_kernel[0], config.conv_stride[0])
     return torch.cat((samples, torch.cat((mean, root.flatten())).to(clip).expand(len(samples), -1)), -1)
+
+
+def _check_clip(clip: Tensor, index: int, width: int) -> None:
+    if clip.ndim != 1 or not clip.is_floating_point() or len(clip) < width:
+        raise ValueError(
+            f"Clip {index} must be floats [T] of at least {width} samples, which is one token, not {clip.dtype} "
+            f"{list(clip.shape)}."
+        )
 
 
 def _moments(clip: Tensor, kernel: int, stride: int) -> tuple[Tensor, Tensor]:

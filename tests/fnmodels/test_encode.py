@@ -1,4 +1,4 @@
-"""Caches of decoders with cross attention (T5, BART, Whisper): equal to full rows; greedy tokens as transformers."""
+"""Caches of decoders with cross attention, of every pair: equal to full rows; greedy tokens as transformers."""
 
 from dataclasses import replace
 from functools import partial
@@ -13,11 +13,12 @@ from torch import Tensor
 import fnmodels
 import params as P
 from fnmodels import tree
-from fnmodels.models.encoder_decoder import bart, t5, t5gemma, whisper
+from fnmodels.models.encoder_decoder import bart, moonshine, t5, t5gemma, whisper
 from tests.support.cases import generic_params, positions_of, segments
 from tests.support.oracle import assert_close
 from tests.variants import bart as barts
 from tests.variants import t5gemma as t5gemmas
+from tests.variants.moonshine import TINY as MOONSHINE
 from tests.variants.t5 import variants
 from tests.variants.whisper import TINY
 
@@ -28,9 +29,12 @@ CONFIGS |= {
     name: t5gemma.Config.from_hf(values) for name, values in t5gemmas.variants().items() if "encoder" not in name
 }
 CONFIGS["whisper"] = whisper.Config.from_hf(TINY)
+CONFIGS["moonshine"] = moonshine.Config.from_hf(MOONSHINE)
+SOUNDS = ("whisper", "moonshine")  # whose encoders read vectors
 every_model = pytest.mark.parametrize("name", CONFIGS)
 SOURCES = segments((9, -1), (4, 6))  # one document and padding; two documents
 TARGETS = segments((7, -5), (5, 7))
+SAMPLES = 895 - 384  # of a clip of Moonshine without tokens; each has 384
 
 
 def weights(config: Any, dtype: torch.dtype = torch.float64) -> Any:
@@ -40,12 +44,20 @@ def weights(config: Any, dtype: torch.dtype = torch.float64) -> Any:
 def source(config: Any) -> Tensor:
     """What the encoder reads in two rows of ten tokens, NaN at padding where it reads vectors."""
     generator = torch.Generator().manual_seed(0)
-    if config.model_type != "whisper":
+    if config.model_type not in SOUNDS:
         return torch.randint(61, SOURCES.shape, generator=generator)
-    mels = [torch.randn(6, 2 * size, generator=generator, dtype=torch.float64) for size in (9, 4, 6)]
-    frames = fnmodels.inputs.frame_rows(mels, config, length=10)[0]
+    frames = sounds(config, (9, 4, 6), generator, length=10)
     frames[SOURCES == 0] = torch.nan
     return frames
+
+
+def sounds(config: Any, sizes: tuple[int, ...], generator: torch.Generator, length: int | None = None) -> Tensor:
+    """Rows of clips of so many tokens, fp64."""
+    if config.model_type == "whisper":
+        mels = [torch.randn(6, 2 * size, generator=generator, dtype=torch.float64) for size in sizes]
+        return fnmodels.inputs.frame_rows(mels, config, length=length)[0]
+    waves = [torch.randn(SAMPLES + 384 * size, generator=generator, dtype=torch.float64) for size in sizes]
+    return fnmodels.inputs.sample_rows(waves, config, length=length)[0]
 
 
 def begun(config: Any, params: Any, **how: Any) -> Any:
@@ -98,7 +110,7 @@ def test_a_cache_with_rings_equals_full_rows(name: str) -> None:
     """The default: windows keep their last tokens alone, and each row has one document."""
     config = CONFIGS[name]
     params, tokens = weights(config), torch.randint(61, TARGETS.shape, generator=torch.Generator().manual_seed(1))
-    encoded = source(config).nan_to_num() if config.model_type == "whisper" else source(config)
+    encoded = source(config).nan_to_num() if config.model_type in SOUNDS else source(config)
     own, found = fnmodels.stack_params(params, "decoder"), []
     with torch.no_grad():
         prepared = fnmodels.prepare_pair(config, encoded, tokens)
@@ -184,6 +196,9 @@ def lively(config: Any) -> Any:
     if type(config) is bart.Config:  # whose head is tied
         flat = {path: 6 * t if path.endswith("_proj") else t for path, t in flat.items()}
         flat |= {path: t - 1 for path, t in flat.items() if path.endswith("norm_bias")}
+    if type(config) is moonshine.Config:  # likewise
+        flat = {path: 2 * t if path.endswith("_proj") and "conv" not in path else t for path, t in flat.items()}
+        flat["decoder.norm"] = flat["decoder.norm"] - 1
     return tree.unflatten(flat)
 
 
@@ -196,9 +211,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
     architecture = transformers.AutoConfig.from_pretrained(tmp_path).architectures[0]
     model = getattr(transformers, architecture).from_pretrained(tmp_path, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(0)
-    if config.model_type != "whisper":
+    if config.model_type not in SOUNDS:
         tokens = torch.randint(2, 61, (2, 10), generator=generator)
         given: Any = {"input_ids": tokens}
+    elif config.model_type == "moonshine":
+        waves = torch.randn(2, SAMPLES + 384 * 10, generator=generator)
+        tokens, given = fnmodels.inputs.sample_rows(list(waves), config)[0], {"input_values": waves}
     else:
         mel = torch.randn(2, 6, 20, generator=generator)
         tokens, given = fnmodels.inputs.frame_rows(list(mel), config)[0], {"input_features": mel}

@@ -14,7 +14,7 @@ from torch import Tensor
 import fnmodels
 import params as P
 import train
-from fnmodels import bart, bert, clip, flux, mpnet, t5, t5gemma, tree, vit, whisper
+from fnmodels import bart, bert, clip, flux, moonshine, mpnet, t5, t5gemma, tree, vit, whisper
 from fnmodels.inputs import noise_keys
 from fnmodels.inputs.image_places import image_places
 from fnmodels.models.common.registry import family_for, model_type_of
@@ -69,6 +69,7 @@ from tests.support.sense_losses import SENSES
 from tests.variants.bart import TINY as BART
 from tests.variants.flux import TINY as FLUX
 from tests.variants.glm5_next import TINY as GLM5_NEXT
+from tests.variants.moonshine import TINY as MOONSHINE
 from tests.variants.t5gemma import TINY as T5GEMMA
 from tests.variants.vision import pairs
 from tests.variants.vision import variants as towers
@@ -152,11 +153,28 @@ def flow_setting() -> Setting:
 
 def sound_setting() -> Setting:
     """(config, loss, the rows of each rank) of Whisper: two clips with their texts in each row."""
-    config = whisper.Config.from_hf(WHISPER | {"decoder_attention_heads": 4, "vocab_size": 64})
-    draw, made = torch.Generator().manual_seed(0), []
-    for _ in range(2):
-        clips = [torch.randn(config.num_mel_bins, frames, generator=draw) for frames in (6, 4)]
-        frames, positions, segment_ids = fnmodels.inputs.frame_rows(clips, config, length=6)
+    config, draw = whisper.Config.from_hf(WHISPER | {"decoder_attention_heads": 4, "vocab_size": 64}), _generator()
+    clips = [[torch.randn(config.num_mel_bins, frames, generator=draw) for frames in (6, 4)] for _ in range(2)]
+    return _spoken(config, [fnmodels.inputs.frame_rows(two, config, length=6) for two in clips])
+
+
+def wave_setting() -> Setting:
+    """(config, loss, the rows of each rank) of Moonshine, likewise."""
+    heads = dict.fromkeys(("encoder_num_attention_heads", "decoder_num_attention_heads"), 4)
+    config = moonshine.Config.from_hf(MOONSHINE | heads | {"vocab_size": 64, "partial_rotary_factor": 0.7})
+    draw = _generator()
+    clips = [[torch.randn(511 + 384 * tokens, generator=draw) for tokens in (3, 2)] for _ in range(2)]
+    return _spoken(config, [fnmodels.inputs.sample_rows(two, config, length=6) for two in clips])
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _spoken(config: Any, sounds: list[tuple[Tensor, Tensor, Tensor]]) -> Setting:
+    """The setting of rows of two clips, (tokens, positions, segment_ids) for each rank."""
+    draw, made = torch.Generator().manual_seed(1), []
+    for frames, positions, segment_ids in sounds:
         texts = torch.randint(3, config.vocab_size, (1, 7), generator=draw)
         own = fnmodels.segments_from_lengths([[4, 2]], 7)
         batch = {"tokens": frames, "positions": positions, "segment_ids": segment_ids, "decoder_tokens": texts}
@@ -356,6 +374,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "t5gemma": gemma_setting,
     "flow": flow_setting,
     "sound": sound_setting,
+    "waves": wave_setting,
     "images": image_setting,
     "siglip": siglip_setting,
     "pictures": picture_setting,

@@ -21,6 +21,7 @@ from tests.fnmodels.models import (
     test_glmasr,
     test_granite_speech,
     test_mllama,
+    test_moonshine,
     test_pairs,
     test_qwen2_audio,
     test_qwen3_asr,
@@ -90,6 +91,7 @@ def peft_cases() -> tuple[PeftCase, ...]:
             config = fnmodels.family_for(values["model_type"]).Config.from_hf(values)
             variants.append(PeftCase(f"{tests.__name__.rpartition('.test_')[2]}_{name}", config, *made))
         found += covering_names(variants, lambda case: module_names(case.config))
+    found.append(PeftCase("moonshine", test_moonshine.config_of(), test_moonshine.reference, test_moonshine.weights))
     return (*found, PeftCase("whisper", test_whisper.CONFIG, test_whisper.reference, test_whisper.weights))
 
 

@@ -35,7 +35,7 @@ from tests.fnmodels.models import (
 from tests.parity.test_config import published_dialect
 from tests.support.cases import cases, collected, variants_of
 from tests.support.image_texts import image_cases
-from tests.variants import inkling2, t5, vision, whisper
+from tests.variants import inkling2, moonshine, t5, vision, whisper
 
 FOLDER = Path(__file__).parents[1] / "fnmodels" / "models" / "releases"
 # {model type: fields that a release replaces in what it is given}: gpt-sw3 is GPT-2, T5's second edition counts as tied
@@ -120,7 +120,7 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
     for name, text_config in (("inkling2", inkling2.TINY), ("inkling2_loop", inkling2.LOOP)):
         tower = {"text_hidden_size": text_config["hidden_size"]}
         found[f"wrapped/{name}"] = {"model_type": name, "text_config": text_config, "vision_config": tower}
-    found |= {f"tiny/{name}": values for name, values in test_wav2vec2.VARIANTS.items()}
+    found |= {f"tiny/{name}": values for name, values in (test_wav2vec2.VARIANTS | moonshine.variants()).items()}
     found = {label: copy.deepcopy(values) for label, values in found.items()}
     for label, values in list(found.items()):
         for part in ("text", "vision"):

@@ -172,8 +172,8 @@ def generate(
     """Generates a continuation of each prompt, with a cache and continuous batching.
 
     Of a model of an encoder and a decoder the prompts are what the encoder reads (Whisper's are frames [S, 5 bins] of
-    `fnmodels.inputs.frame_rows`), and the answer is what the decoder writes. Equal prompts, and a beginning that
-    prompts share, are computed once.
+    `fnmodels.inputs.frame_rows`, Moonshine's samples of `sample_rows`), and the answer is what the decoder writes.
+    Equal prompts, and a beginning that prompts share, are computed once.
 
     Args:
         params: The parameters of the model.

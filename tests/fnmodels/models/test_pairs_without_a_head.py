@@ -14,13 +14,16 @@ import train
 from fnmodels import tree
 from fnmodels.models.encoder_decoder import bart
 from fnmodels.models.encoder_decoder.classes import headless
-from tests.fnmodels.models import test_pairs, test_whisper
+from tests.fnmodels.models import test_moonshine, test_pairs, test_whisper
 from tests.support.cases import generic
 from tests.support.oracle import assert_close
+from tests.variants.moonshine import TINY as MOONSHINE
 from tests.variants.whisper import TINY
 
 VARIANTS = {name: values for name, values in test_pairs.VARIANTS.items() if name not in test_pairs.ALONE}
 VARIANTS["whisper"] = TINY | {"max_source_positions": 10}
+VARIANTS["moonshine"] = MOONSHINE
+WHOLE = {"whisper": test_whisper.reference, "moonshine": test_moonshine.reference}
 SINES = ("pegasus", "marian")  # transformers 5.24 asks for the tables of its class without a head, which it computes
 
 
@@ -51,6 +54,11 @@ def test_a_folder_of_the_class_without_a_head_returns_its_hidden_states(name: st
         frames, positions, sources = fnmodels.inputs.frame_rows(list(clips), config, length=10)
         given = {"positions": positions, "segment_ids": sources}
         prepared, theirs = fnmodels.prepare_pair(config, frames, target, **given), {"input_features": clips}
+    elif name == "moonshine":
+        clips = torch.randn(2, 4000, generator=torch.Generator().manual_seed(0))
+        waves, positions, sources = fnmodels.inputs.sample_rows(list(clips), config)
+        given = {"positions": positions, "segment_ids": sources}
+        prepared, theirs = fnmodels.prepare_pair(config, waves, target, **given), {"input_values": clips}
     else:
         source = torch.randint(2, 61, (2, 9), generator=torch.Generator().manual_seed(0))
         prepared, theirs = fnmodels.prepare_pair(config, source, target), {"input_ids": source}
@@ -69,9 +77,9 @@ def test_a_folder_of_the_class_without_a_head_returns_its_hidden_states(name: st
     assert all(torch.equal(found[path], leaf) for path, leaf in model.named_parameters() if leaf.requires_grad)
 
 
-@pytest.mark.parametrize("name", ["bart", "t5_v1_1", "t5gemma", "mt5", "whisper"])
+@pytest.mark.parametrize("name", ["bart", "t5_v1_1", "t5gemma", "mt5", *WHOLE])
 def test_a_folder_with_a_head_is_read_without_it(name: str, tmp_path: Path) -> None:
-    whole = test_whisper.reference() if name == "whisper" else test_pairs.reference(name)
+    whole = WHOLE[name]() if name in WHOLE else test_pairs.reference(name)
     whole.save_pretrained(tmp_path)
     config, weights = P.load_pretrained(tmp_path, head="none")
     with_head, flat = P.load_pretrained(tmp_path)[1], tree.flatten(weights)

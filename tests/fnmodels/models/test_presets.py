@@ -18,14 +18,14 @@ from fnmodels.models.decoder import stablelm
 from fnmodels.models.presets import preset, presets, published
 from tests.support.cases import check_shapes, collected, family_modules, published_of
 from tests.support.status import CHECKED, PRESET
-from tests.variants import bart, flux, t5, t5gemma, vision, wav2vec2, whisper, wrappers
+from tests.variants import bart, flux, moonshine, t5, t5gemma, vision, wav2vec2, whisper, wrappers
 
 # Totals as their publishers' files add up to (a tied head counts once); of Gemma 3's larger and Ministral 3 without the
 # vision tower and its projection. A text is all that the publisher says, cut off and not rounded: Ministral's 8.4B is
 # 8.49. The copies of embedding and head that MTP modules have on disk are no parameters of their own: 1.9B of DeepSeek
 # V3's files, and of GLM 4.5's.
 PUBLISHED: dict[str, int | str] = collected("TOTALS") | vision.TOTALS | t5.TOTALS | whisper.TOTALS
-PUBLISHED |= flux.TOTALS | t5gemma.TOTALS | bart.TOTALS | wav2vec2.TOTALS | wrappers.TOTALS
+PUBLISHED |= flux.TOTALS | t5gemma.TOTALS | bart.TOTALS | wav2vec2.TOTALS | wrappers.TOTALS | moonshine.TOTALS
 
 
 def test_every_preset_has_a_published_total() -> None:

@@ -100,6 +100,7 @@ def test_towers_with_the_name_of_the_whole_model(model_type: str, tmp_path: Path
         ("bart-base", "BartForConditionalGeneration"),
         ("mbart-large-50", "MBartForConditionalGeneration"),
         ("whisper-tiny", "WhisperForConditionalGeneration"),
+        ("moonshine-tiny", "MoonshineForConditionalGeneration"),
         ("t5-small", "T5ForConditionalGeneration"),
         ("t5gemma-2b-2b", "T5GemmaForConditionalGeneration"),
         ("opus-mt-en-de", "MarianMTModel"),

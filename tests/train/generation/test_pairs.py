@@ -11,20 +11,19 @@ import transformers
 import fnmodels
 import params as P
 import train
-from tests.fnmodels.test_encode import CONFIGS, lively
+from tests.fnmodels.test_encode import CONFIGS, SOUNDS, lively, sounds
 from train.generation.requests import Request
 
 GREEDY = train.Sampling(temperature=0)
-TEXTS = [name for name in CONFIGS if name != "whisper"]
+TEXTS = [name for name in CONFIGS if name not in SOUNDS]
 SIZES = (9, 3, 1, 6)
 
 
 def sources(config: Any) -> list[Any]:
     """What the encoder reads: ids without that of padding, or frames."""
     generator = torch.Generator().manual_seed(0)
-    if config.model_type == "whisper":
-        mels = [torch.randn(6, 2 * size, generator=generator) for size in SIZES]
-        return [fnmodels.inputs.frame_rows([mel], config)[0][0] for mel in mels]
+    if config.model_type in SOUNDS:
+        return [sounds(config, (size,), generator)[0].float() for size in SIZES]
     return [torch.randint(3, 61, (size,), generator=generator).tolist() for size in SIZES]
 
 
@@ -58,7 +57,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, forced: int | None, 
     assert found.compile == "none" and found.reasons == ["max_new"] * 4
 
 
-@pytest.mark.parametrize("name", ["t5", "m2m_100", "whisper"])
+@pytest.mark.parametrize("name", ["t5", "m2m_100", *SOUNDS])
 def test_a_row_is_as_alone(name: str) -> None:
     """Other sources, another order and other slots change no token; beginnings of several tokens too."""
     config, params = CONFIGS[name], lively(CONFIGS[name])
