@@ -141,12 +141,13 @@ def image_tiles(params: Tree, images: Sequence[Tensor], *, config: Any, kernel: 
     ValueError for an image of other sizes.
     """
     family: Any = family_of(config)
+    names = family.taps(config) if hasattr(family, "taps") else ()
     like, features, positions = next(iter(tree.leaves(params["vision"]))), [], []
     for image in images:
         patches, at = family.tile_rows([image.to(like.device, like.dtype)], config.vision)
         batch = prepare(config.vision, patches, positions=at)
-        names = family.taps(config)
-        x, tapped = hidden(params["vision"], *batch, config=config.vision, taps=names, kernel=kernel)
+        x = hidden(params["vision"], *batch, config=config.vision, taps=names, kernel=kernel)
+        x, tapped = x if names else (x, {})
         features.append(family.project(params, x, tapped, config=config))
         positions.append(at)
     return torch.cat(features), torch.cat(positions)

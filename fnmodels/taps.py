@@ -153,7 +153,8 @@ def _shapes_of_layers(config: DecoderConfig, batch: int, tokens: int) -> tuple[d
     if (shared := function_of(family, "shared")) is not None:
         spec = {path: leaf for path, leaf in family.spec(config).items() if path != "layers"}
         weights = map_tree(lambda leaf: torch.zeros(leaf.shape, device=device), spec)
-        given |= {"memory": x, "memory_mask": next(iter(masks.values()))}
+        memory = x.new_zeros(batch, tokens, field_of(config, "memory_size") or config.hidden_size)
+        given |= {"memory": memory, "memory_mask": next(iter(masks.values()))}
         common = {"shared": shared(weights, given, config=config)}
     seen: dict[Any, dict[str, torch.Size]] = {}
     lent: dict[str, Any] = {}

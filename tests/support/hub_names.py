@@ -6,6 +6,7 @@ HUB = {
     "axk1": "skt/A.X-K1",
     "aya_vision": "CohereLabs/aya-vision-8b, CohereLabs/aya-vision-32b",
     "bailing_moe_v2": "none: files of Ling 2 say bailing_moe",
+    "blip": "Salesforce/blip-image-captioning-base, Salesforce/blip-image-captioning-large",
     "cohere2_moe": "CohereLabs/command-a-plus-05-2026",
     "cohere2_vision": "CohereLabs/command-a-vision-07-2025",
     "cwm": "facebook/cwm",

@@ -18,6 +18,7 @@ from params import lora
 from params.checkpoint.module_names import module_names
 from params.lora.leaves import params_by_path
 from tests.fnmodels.models import (
+    test_blip,
     test_glmasr,
     test_granite_speech,
     test_mllama,
@@ -82,7 +83,7 @@ def peft_cases() -> tuple[PeftCase, ...]:
     for name in ("t5", "t5_v1_1", "t5_encoder", "umt5", "t5gemma", "bart", "m2m_100"):
         made = functools.partial(test_pairs.reference, name), functools.partial(test_pairs.params_of, name)
         found.append(PeftCase(name, test_pairs.config_of(name), *made))
-    for tests in (test_mllama, test_glmasr, test_voxtral_realtime, test_qwen3_asr):
+    for tests in (test_blip, test_mllama, test_glmasr, test_voxtral_realtime, test_qwen3_asr):
         found.append(PeftCase(tests.VALUES["model_type"], tests.CONFIG, tests._reference, tests._params))
     for tests in (test_qwen2_audio, test_granite_speech, test_wav2vec2):
         variants = []

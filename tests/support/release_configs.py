@@ -24,6 +24,7 @@ import fnmodels
 from fnmodels.models.common.registry import every_model
 from fnmodels.models.presets import published
 from tests.fnmodels.models import (
+    test_blip,
     test_glmasr,
     test_granite_speech,
     test_mllama,
@@ -113,6 +114,7 @@ def minimal_files(release: str) -> dict[str, dict[str, Any]]:
     found["tiny/voxtral_realtime"] = test_voxtral_realtime.VALUES
     found["tiny/glmasr_sounds"] = test_glmasr.VALUES
     found["tiny/mllama"] = test_mllama.VALUES
+    found["tiny/blip"] = test_blip.VALUES
     found["tiny/qwen3_asr_sounds"] = test_qwen3_asr.VALUES
     found |= {
         f"wrapped/{name}": {"model_type": name, "text_config": variants_of(text).TINY} for name, text in TEXTS.items()

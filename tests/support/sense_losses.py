@@ -13,8 +13,9 @@ from fnmodels.inputs.audio import causal_rows, frame_rows, spectrum_rows
 from fnmodels.inputs.image_places import cells, image_places
 from fnmodels.models.audio_language import glmasr, granite_speech, voxtral_realtime
 from fnmodels.models.vision import mllama_vision
-from fnmodels.models.vision_language import blip_2, llava, mllama
+from fnmodels.models.vision_language import blip, blip_2, llava, mllama
 from tests.fnmodels.models import (
+    test_blip,
     test_blip_2,
     test_glmasr,
     test_granite_speech,
@@ -33,6 +34,7 @@ SOUNDS: dict[str, tuple[Any, dict[str, Any], Any, tuple[int, int]]] = {
 }
 # {name: (family, its config.json, the side of an image, tokens of an image)}
 IMAGES: dict[str, tuple[Any, dict[str, Any], int, int]] = {
+    "blip": (blip, test_blip.VALUES, 12, 1),
     "blip_2": (blip_2, test_blip_2.VALUES, 12, test_blip_2.QUERIES),
     "mllama": (mllama, test_mllama.VALUES, 8, 1),
     "video_llava": (llava, test_llava.VARIANTS["video_llava"], 18, 10),
@@ -72,12 +74,14 @@ def with_sounds(family: Any, params: Any, inputs: Any, batch: dict[str, Tensor],
 
 
 def with_pictures(family: Any, params: Any, inputs: Any, batch: dict[str, Tensor], config: Any) -> dict[str, Any]:
-    """Features in place of tokens, or memory of tiles."""
-    at = batch["places"]
+    """Features in place of tokens, or memory of images or tiles."""
+    at, own = batch["places"], (batch["tokens"], batch["segment_ids"])
+    if family is blip:
+        features, _ = read(params["vision"], batch, config.vision, fnmodels.forward)
+        return inputs | blip.image_memory(*own, features, at, config=config)
     if family is mllama:
         x, tapped = read(params["vision"], batch, config.vision, fnmodels.forward, mllama.taps(config))
         features = mllama.project(params, x, tapped, config=config)
-        own = (batch["tokens"], batch["segment_ids"])
         return inputs | mllama.image_memory(*own, features, at, config=config)
     if family is llava:  # frames of videos, with their class tokens
         weights, tower = llava.video_tower(params, config)
@@ -133,8 +137,12 @@ def picture_setting(name: str) -> Setting:
     token = config.video_token if family is llava else config.image_token
     draw, made = torch.Generator().manual_seed(0), []
     for half in range(2):
-        batch = texts(half, [[2 + half, (token, count), 3], [(token, count), 4]], 32)
-        if family is mllama:
+        first = [2 + half] if family is not blip else []  # whose texts begin with the image's token
+        batch = texts(half, [[*first, (token, count), 3], [(token, count), 4]], 32)
+        if family is blip:
+            images = [torch.randn(3, side, side, generator=draw) for _ in range(2)]
+            batch["sensed"], batch["places"] = blip.tile_rows(images, config.vision)
+        elif family is mllama:
             images = [torch.randn(3, *tiles, generator=draw) for tiles in ((side, 2 * side), (2 * side, side))]
             batch["sensed"], batch["places"] = mllama_vision.tile_rows(images, config.vision)
         else:

@@ -125,6 +125,8 @@ class LoadedModel:
             text, images = self.pictures.with_pictures(text, pictures, chat=chat)
         elif self.placeholder is not None:
             check_places(text, self.placeholder, 0)
+        if self.pictures is not None and (begun := self.pictures.ids(text)) is not None:
+            return Prompt(begun, images)
         # the template renders special tokens, such as <bos>, itself
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids if chat else prompt_ids(self.tokenizer, text)
         return Prompt(list(ids), images)
@@ -245,6 +247,8 @@ def load(arguments: argparse.Namespace, *, images: bool = False) -> LoadedModel:
     sampling = dataclasses.replace(defaults.sampling or READABLE, **given)
     tokens = arguments.tokens or defaults.max_new or 100
     ends = answer_end_ids(folder, tokenizer)
+    if hasattr(text, "end_token"):  # which files of BLIP name in another field
+        ends = (*ends, text.end_token)
 
     def respond(prompts: list[Prompt], seed: int) -> Iterator[Any]:
         for prompt in prompts:

@@ -107,7 +107,14 @@ class ImagePrompts:
 
     def with_pictures(self, prompt: str, pictures: Sequence[Path], *, chat: bool) -> tuple[str, list[Image]]:
         """(the prompt with the tokens of the features, the images). A prompt, other than of a chat, that has no
-        placeholder begins with the images. UserError for another number of placeholders than of pictures."""
+        placeholder begins with the images. UserError for another number of placeholders than of pictures.
+
+        That of a caption stays as it is, see `ids`; UserError for a chat, and for another number of pictures than 1.
+        """
+        if self.captions:
+            if chat or len(pictures) != 1:
+                raise UserError(f"a text of {self.config.model_type} is the caption of one picture, and not a chat")
+            return prompt, self.read(pictures[0])[0]
         placeholder, alone = self._family.placeholder(self.config, self._name)
         if pictures and placeholder not in prompt and not chat:
             prompt = alone * len(pictures) + prompt
@@ -119,6 +126,17 @@ class ImagePrompts:
             own, text = self.read(picture)
             images, found = [*images, *own], found + text + piece
         return found, images
+
+    @property
+    def captions(self) -> bool:
+        """Whether a text is a caption: it begins with the image token, which tokenizers may lack, and has no other."""
+        return not hasattr(self._family, "placeholder")
+
+    def ids(self, text: str) -> list[int] | None:
+        """The token ids of a caption's beginning; None for a model that reads other texts."""
+        if not self.captions:
+            return None
+        return [self.config.image_token, *self.tokenizer.encode(text, add_special_tokens=False).ids]
 
     @property
     def _family(self) -> Any:

@@ -142,7 +142,7 @@ class ImageMemories(Memories):
     """The images of a run of requests, which layers of the text attend to; see `family.image_memory`.
 
     A new token sees the images that the last token of its prompt sees: no answer has an image token, for the head has
-    no logits of it.
+    no logits of it, or only a document's first token is one.
     """
 
     def encoded(
@@ -190,7 +190,8 @@ class ImageMemories(Memories):
         if not unique:
             (_, config), none = decoding_model(self.params, self.config), torch.zeros_like(tokens[:, :1])
             dtype = activations(self.params)[0]
-            memory = torch.zeros(*none.shape, config.hidden_size, dtype=dtype, device=tokens.device)
+            width = field_of(config, "memory_size") or config.hidden_size
+            memory = torch.zeros(*none.shape, width, dtype=dtype, device=tokens.device)
             return memory, cross_mask(segment_ids, segment_ids, none, none)
         features, positions = image_tiles(self.params, list(unique.values()), config=self.config, kernel=kernel)
         numbers = {name: number for number, name in enumerate(unique)}

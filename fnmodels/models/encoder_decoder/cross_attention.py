@@ -55,6 +55,11 @@ def memory_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {"memory": without_padding(memory, mask.kv_segments), "memory_mask": mask.dense(), **noise}
 
 
+def optional_memory(params: Any, inputs: Mapping[str, Any], /, *, config: Any) -> dict[str, Any]:
+    """`memory_of`, as a family's `shared`, of a text whose images are its memory; {} for texts without any."""
+    return memory_of(inputs) if "memory" in inputs or "memory_mask" in inputs else {}
+
+
 def without_padding(memory: Tensor, segments: Tensor) -> Tensor:
     """memory [B, K, D] with zeros where segments [B, K] are 0: a masked key has weight 0, but 0 times NaN is NaN."""
     return memory.where((segments > 0)[..., None], 0)

@@ -1,4 +1,7 @@
-"""The vision tower of BLIP-2 (arXiv 2301.12597): EVA's ViT, whose normed tokens a Q-Former reads."""
+"""The vision towers of BLIP (arXiv 2201.12086), a ViT, and of BLIP-2 (arXiv 2301.12597), EVA's ViT.
+
+Their normed tokens are what a text, or a Q-Former, reads.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -17,6 +20,11 @@ from fnmodels.tree import Tree
 TRAITS = Traits(heads=("none",), inputs="patches", causal=False)
 _LAYER = {"input_layernorm": "layer_norm1", "attention.o_proj": "self_attn.projection"}
 _LAYER |= {"post_attention_layernorm": "layer_norm2", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+# {model type: (its class, what its files may leave out)}
+_TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "blip_2_vision_model": ("Blip2Vision", {"eps": 1e-6, "sizes": (1408, 6144, 39, 16), "patch": 14}),
+    "blip_vision_model": ("BlipVision", {"eps": 1e-5, "image": 384}),
+}
 batch_inputs = functools.partial(position_table.table_inputs, resample=position_table.bicubic)
 
 
@@ -30,15 +38,18 @@ class Config(vision.VisionConfig):
     def from_hf(values: ConfigJson) -> "Config":
         """From a `vision_config`; raises ConfigError or UnsupportedError with the field's name."""
         fields = Fields({"initializer_range": 1e-10, **values}, "config.json, vision_config")
-        sizes = (1408, 6144, 39, 16)
-        usual = vision.vision_fields(fields, ("blip_2_vision_model",), eps=1e-6, sizes=sizes, patch=14)
+        _, defaults = _TYPES[fields.choice("model_type", tuple(_TYPES))]
+        usual = vision.vision_fields(fields, tuple(_TYPES), **defaults)
+        if usual["model_type"] == "blip_vision_model":
+            fields.expect("qkv_bias", True)
         config = Config(**usual, qkv_bias=fields.boolean("qkv_bias", True))
         object.__setattr__(config, "extra", fields.finish(("dropout", "initializer_factor", "projection_dim")))
         return config
 
     def to_hf(self) -> ConfigJson:
         """A `vision_config`."""
-        return vision.vision_to_hf(self, "Blip2Vision", "qkv_bias", num_channels=None)
+        own = {"num_channels": None, "qkv_bias": None if self.model_type == "blip_vision_model" else self.qkv_bias}
+        return vision.vision_to_hf(self, _TYPES[self.model_type][0], **own)
 
 
 def spec(config: Config) -> Tree:

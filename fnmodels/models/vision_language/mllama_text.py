@@ -17,7 +17,8 @@ from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
 from fnmodels.models.common.spec import decoder_leaves, head_norms, layer_leaves, norm, usual_attention, usual_mlp
-from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, keys_of_memory, memory_of
+from fnmodels.models.encoder_decoder.cross_attention import attend_to_memory, keys_of_memory
+from fnmodels.models.encoder_decoder.cross_attention import optional_memory as shared  # noqa: F401
 from fnmodels.ops import apply_rotary, gated_mlp, project_out, project_qkv, rms_norm
 from fnmodels.tree import Tree
 
@@ -79,11 +80,6 @@ def hf_names(config: Config) -> dict[str, str]:
     for ours, theirs in _NAMES.items():
         names = {path: name.replace(ours, theirs) for path, name in names.items()}
     return {path: name.replace("_gate.weight", "_gate") for path, name in names.items()}
-
-
-def shared(params: Tree, inputs: Any, /, *, config: Config) -> dict[str, Any]:
-    """{"memory" [B, K, D], "memory_mask" bool [B, 1, S, K]} of the images; {} for texts without any."""
-    return memory_of(inputs) if "memory" in inputs or "memory_mask" in inputs else {}
 
 
 def memory_keys(layer: Tree, memory: Tensor, /, *, config: Config) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from tests.support.sense_losses import SENSES
 from tests.train.parallel.test_encoders import checked, step_of
 from train.parallel import Mesh
 
-MESHES = [*((name, "tp=2") for name in SENSES), ("granite_speech", "fsdp=2"), ("mllama", "fsdp=2")]
+MESHES = [*((name, "tp=2") for name in SENSES), ("granite_speech", "fsdp=2"), ("mllama", "fsdp=2"), ("blip", "fsdp=2")]
 
 
 @pytest.mark.parametrize(("name", "mesh"), MESHES)
