@@ -26,6 +26,7 @@ from fnmodels.preparation import (
 
 from .known_rows import KnownRows, facts_with_rows, note_step
 from .next_steps import NextStep, Prepared, prepare_ahead, prepared, prepared_step, room
+from .order import check_order, last_documents
 from .value import Cache, Facts, Slots
 
 
@@ -66,7 +67,7 @@ def prepare_step(
         ValueError: The cache has other rows. Where values can be read without waiting for a device, a row is named that
             has no room, whose positions go backwards, whose document is not known, or that has several documents in a
             cache with rings. So is a row that goes on inside an image or a prompt whose tokens see each other, which
-            are computed in one call.
+            are computed in one call, and one that goes on with a document behind a later one whose state layers keep.
         TypeError: The arguments are in another order.
     """
     if not isinstance(cache, Cache):
@@ -82,9 +83,12 @@ def prepare_step(
     if not tokens.shape[1]:
         raise ValueError(f"tokens is {list(tokens.shape)}; a step has at least one token of each row.")
     held = _fullest(cache)
+    last = last_documents(cache, held)
     if segment_ids is None:
-        segment_ids = _going_on(held, tokens)
+        segment_ids = _going_on(held, last, tokens)
     segment_ids, text = segment_ids.expand(tokens.shape[:2]), text_config(config)
+    if last is not None and _checkable(last) and _checkable(segment_ids):
+        check_order(last, held, segment_ids)
     if text is config:
         check_text_alone(config, places, grids)
     elif positions is None and places is not None:
@@ -203,10 +207,14 @@ def _fullest(cache: Cache) -> Slots | None:
     return list(cache.slots.values())[widths.index(max(widths))] if widths else None
 
 
-def _going_on(held: Slots | None, tokens: Tensor) -> Tensor:
-    """Segment ids [B, S]: the document of each row, 1 for an empty row; ValueError for a row with several."""
+def _going_on(held: Slots | None, last: Tensor | None, tokens: Tensor) -> Tensor:
+    """Segment ids [B, S]: the document of each row, 1 for an empty row; ValueError for a row with several.
+
+    last: of `last_documents`; a cache without slots knows no other document.
+    """
     if held is None:
-        return torch.ones((1, 1), dtype=torch.long, device=tokens.device).expand(tokens.shape[:2])
+        one = torch.ones((1, 1), dtype=torch.long, device=tokens.device)
+        return (one if last is None else last[:, None].clamp(min=1)).expand(tokens.shape[:2])
     highest = held.segments.amax(dim=1, keepdim=True)
     if _checkable(held.segments):
         several = (held.occupied & (held.segments != highest)).any(dim=1)

@@ -147,6 +147,26 @@ def test_indexer_loss_trains_what_its_spec_names() -> None:
         assert metrics["aux"]["indexer_kl"] > 0
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_that_balances_experts_has_the_same_loss_and_their_counts(stage: str) -> None:
+    case, batch, params = setting("glm_moe_dsa")
+    optimizer = train.adamw(1e-2, spec=with_indexers(fnmodels.family_of(case.config).spec(case.config), stage))  # type: ignore[arg-type]
+    loss = functools.partial(indexer_loss, config=case.config, stage=stage, length=24)
+    found = []
+    for rate in (None, 0.01):
+        step = train.make_step(loss, optimizer, balance_rate=rate)
+        state, metrics = step(train.init_state(params, optimizer), batch.batch())
+        found.append((tree.flatten(state.params), metrics))
+    (plain, alone), (balanced, both) = found
+    assert torch.equal(both["loss"], alone["loss"]) and torch.equal(
+        both["aux"]["indexer_kl"], alone["aux"]["indexer_kl"]
+    )
+    moved = {path for path in plain if not torch.equal(plain[path], balanced[path])}
+    assert moved and all(path.endswith("bias") for path in moved), moved
+    tokens = int((batch.batch()["segment_ids"] > 0).sum())
+    assert (both["aux"]["counts"].sum(-1) == tokens * case.config.num_experts_per_tok).all()
+
+
 def test_indexer_loss_refusals() -> None:
     case, batch, params = setting("deepseek_v32")
     loss = functools.partial(indexer_loss, params, config=case.config)

@@ -59,7 +59,8 @@ def indexer_loss(
         **options: Keywords of `fnmodels.forward`, except context.
 
     Returns:
-        The sum; the number of labels that count; {"indexer_kl": the sum of the divergences without their weight}.
+        The sum; the number of labels that count; {"indexer_kl": the sum of the divergences without their weight}, and
+        {"counts": [sparse layers, E] tokens per expert} in a step that balances experts by biases.
 
     Raises:
         ValueError: For another stage, a model without an indexer, a context of the caller's own, a pipeline, a batch
@@ -73,8 +74,9 @@ def indexer_loss(
     x, tapped, _ = hidden_states(*call.arguments)
     found = call.states(x, tapped)
     labelled = counted(batch["labels"], batch.get("weights"))
-    divergence = torch.stack(list(tapped.values())).sum(0).where(labelled, 0).sum()
-    sums = {TAP: divergence.detach()}
+    of_layers = [tap for name, tap in tapped.items() if name.endswith(f".{TAP}")]  # a run that reports routers has more
+    divergence = torch.stack(of_layers).sum(0).where(labelled, 0).sum()
+    sums = {TAP: divergence.detach(), **(found.sums or {})}
     if stage == "dense":
         return weight * divergence, labelled.sum(), sums
     total, count = loss_of_targets(
