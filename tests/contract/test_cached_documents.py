@@ -35,7 +35,7 @@ class Row:
         return fnmodels.prefill(self.params, *step, cache, config=self.config, at="all", kernel="math")
 
     def off(self, *new: tuple[int, int, int]) -> float:
-        """How far logits of new tokens are from those of documents alone. new: (segment id, document, place) of each."""
+        """How far logits of new tokens, (segment id, document, place) each, are from those of documents alone."""
         tokens = torch.tensor([[int(self.tokens[document, place]) for _, document, place in new]])
         got, _ = self._prefill(self.cache, tokens, torch.tensor([[segment for segment, _, _ in new]]))
         wanted = torch.stack([self.alone[document, place] for _, document, place in new])

@@ -293,8 +293,9 @@ def test_documents_in_one_row(case: ImageCase) -> None:
     wanted, positions = batch.forward(params), batch.positions()
     order = torch.tensor([*range(7), *range(9, 12), *range(14, 18), 7, 8, 12, 13, *range(18, 23)])
     cache, got = empty(batch, rings=False), []
+    going_on = [1, 2, 3]
     if not goes_back(cache):  # a state is that of the last document
-        order = torch.arange(23)
+        order, going_on = torch.arange(23), [3]
     for at in (order[:14], order[14:]):
         part = dataclasses.replace(
             batch,
@@ -311,11 +312,11 @@ def test_documents_in_one_row(case: ImageCase) -> None:
         )
         got.append(found)
     assert off(torch.cat(got, 1), wanted[:, order]) < 1e-12
-    tokens, ids = torch.tensor([[1, 2, 3]]), torch.tensor([[1, 2, 3]])
+    ids = torch.tensor([going_on])
     newest = positions.amax(-1) if positions.ndim == 3 else positions
-    after = torch.stack([newest[segment_ids == i].amax() for i in (1, 2, 3)]) + 1
-    found = fnmodels.prepare_step(case.config, tokens, fnmodels.resize(cache, 30), segment_ids=ids)[0]["positions"]
-    assert torch.equal(found[0].reshape(3, -1)[:, -1], after)
+    after = torch.stack([newest[segment_ids == i].amax() for i in going_on]) + 1
+    found = fnmodels.prepare_step(case.config, ids, fnmodels.resize(cache, 30), segment_ids=ids)[0]["positions"]
+    assert torch.equal(found[0].reshape(len(going_on), -1)[:, -1], after)
 
 
 @bidirectional
