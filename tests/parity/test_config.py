@@ -138,8 +138,9 @@ PUBLISHED = {name: values for name, values in published().items() if "model_type
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_presets_are_read_alike(name: str) -> None:
     values = PUBLISHED[name]  # `preset` reads them so, and looks for them in all families each time
-    ours = family_reading(values).Config.from_hf(values)
-    theirs = _config(AutoConfig.for_model(**reference_values(values)).to_dict())
+    known = AutoConfig.for_model(**reference_values(values)).to_dict()
+    part = None if "vision_config" in values else "text"  # transformers adds a tower to a text of a type that has one
+    ours, theirs = (family_reading(each, part).Config.from_hf(each) for each in (values, known))
     if field_of(ours, "head_by_file"):  # transformers says that a head is tied whatever the file has
         theirs = dataclasses.replace(theirs, tie_word_embeddings=ours.tie_word_embeddings)
     assert ours == theirs

@@ -62,10 +62,11 @@ def _preset(
     names = ("num_attention_heads", "num_key_value_heads", "linear_num_value_heads")
     text = _TEXT | {"hidden_size": width, "num_hidden_layers": layers} | dict(zip(names, heads, strict=True)) | rest
     sizes = dict(zip(("depth", "hidden_size", "intermediate_size", "num_heads"), _TOWERS[tower], strict=True))
+    tied = {"tie_word_embeddings": tower != "large"}  # said in both objects
     return {
         "model_type": model_type,
-        "tie_word_embeddings": tower != "large",
-        "text_config": {"model_type": f"{model_type}_text"} | text,
+        **tied,
+        "text_config": {"model_type": f"{model_type}_text"} | text | tied,
         "vision_config": {"model_type": f"{model_type}_vision", "out_hidden_size": width} | sizes,
     }
 
