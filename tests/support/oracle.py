@@ -1,5 +1,6 @@
 """transformers as the reference: tiny fp32 models with generic parameters, eager attention and experts, no cache."""
 
+import copy
 import functools
 import json
 from pathlib import Path
@@ -67,9 +68,12 @@ def auto_class(config: Any) -> Any:
 
 
 def reference_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The config.json as transformers knows the model: see STANDS_FOR of a family's variants."""
+    """The config.json as transformers knows the model: see STANDS_FOR of a family's variants.
+
+    A copy: transformers writes into the objects inside of what it is given.
+    """
     model_type = values["model_type"]
-    return values | {"model_type": collected("STANDS_FOR").get(model_type, model_type)}
+    return copy.deepcopy(values) | {"model_type": collected("STANDS_FOR").get(model_type, model_type)}
 
 
 def _of_checkpoint(model: torch.nn.Module) -> dict[str, Tensor]:
