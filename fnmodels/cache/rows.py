@@ -128,7 +128,8 @@ def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     In rings, where rows are one document from position 0, these are the positions below n_valid.
 
     Args:
-        cache: The cache, which is not changed.
+        cache: The cache, which is not changed. Both share memory: `decode_` on the result writes over the dropped
+            tokens' keys of this one, which is then to be used no more; `decode` leaves it as it is.
         n_valid: Tokens that stay, an int or [B]; more than a row has changes nothing.
 
     Returns:
