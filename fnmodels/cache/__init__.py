@@ -15,7 +15,7 @@ from .eager import eager_step, tapped_step
 from .encode import encode
 from .init import init_cache
 from .prepare import prepare_step
-from .rows import insert, insert_, resize, take, truncate
+from .rows import insert, insert_, resize, take, truncate, truncate_
 from .step import decode, decode_, prefill, tapped_decode_
 from .value import Cache, Slots
 
@@ -39,4 +39,5 @@ __all__ = [
     "tapped_decode_",
     "tapped_step",
     "truncate",
+    "truncate_",
 ]

@@ -1,4 +1,8 @@
-"""The algebra of caches: `take`, `insert`, `truncate` and `resize`. Their arguments are left as they are."""
+"""The algebra of caches: `take`, `insert`, `truncate` and `resize`.
+
+Their arguments are left as they are, and results share no memory with them, for `decode_` writes into its cache. Names
+that end in an underscore write into the memory of the cache that they are given, and use it up.
+"""
 
 from __future__ import annotations
 
@@ -128,18 +132,42 @@ def truncate(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
     In rings, where rows are one document from position 0, these are the positions below n_valid.
 
     Args:
-        cache: The cache, which is not changed. Both share memory: `decode_` on the result writes over the dropped
-            tokens' keys of this one, which is then to be used no more; `decode` leaves it as it is.
+        cache: The cache, which is not changed.
         n_valid: Tokens that stay, an int or [B]; more than a row has changes nothing.
 
     Returns:
-        The new cache.
+        The new cache, in memory of its own.
 
     Raises:
         ValueError: Tokens that a ring needs then were overwritten or have seen dropped tokens of their image (row
             named, where values can be read), or there are recurrent layers: continue from the cache of that time, which
             is a value.
     """
+    found = _shortened(cache, n_valid)
+    copied: Cache = tree.map(Tensor.clone, found)
+    return known_clean(copied) if is_clean(found) else copied
+
+
+def truncate_(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
+    """`truncate` that copies nothing and uses the cache up, as `decode_` does.
+
+    Args:
+        cache: The cache, which must not be used again.
+        n_valid: As for `truncate`.
+
+    Returns:
+        The new cache, in the same memory.
+
+    Raises:
+        ValueError: As `truncate`; the cache is left as it is then.
+    """
+    found = _shortened(cache, n_valid)
+    consume(cache)
+    return found
+
+
+def _shortened(cache: Cache, n_valid: int | Tensor | Sequence[int]) -> Cache:
+    """The cache without the later tokens, in the same memory."""
     if is_recurrent(cache):
         raise ValueError("Recurrent layers cannot go back: continue from the cache as it was, or decode again from it.")
     batch = next(iter(tree.leaves(cache))).shape[0]

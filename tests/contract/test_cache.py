@@ -303,14 +303,39 @@ def test_which_logits() -> None:
         run(at="first")
 
 
+def shortened(cache: Any) -> Any:
+    recurrent = any(name not in SLOTTED for entry in cache.layers for name in entry)
+    return fnmodels.resize(cache, 8) if recurrent else fnmodels.truncate(cache, 7)
+
+
 @every_family
-def test_a_resized_cache_shares_no_memory_that_steps_write(case: Case) -> None:
+def test_functions_of_a_cache_share_no_memory_with_it(case: Case) -> None:
+    """In-place steps on what they return leave the older cache as it is, and steps on that leave theirs."""
     batch, params = batch_of(case.config, segments((8,), (6, -2))), generic_params(case.config, WIDE)
-    _, cache = stepped(params, batch.take(slice(None), slice(0, 7)), empty(batch), (7,))
-    wider = fnmodels.resize(cache, 12)
-    before = tree.map(lambda t: t.clone() if isinstance(t, Tensor) else t, wider)
-    tree.map(lambda t: t.fill_(1) if isinstance(t, Tensor) else t, cache)
-    assert off(wider, before) == 0
+    _, cache = stepped(params, batch.take(slice(None), slice(0, 7)), empty(batch, room=8), (7,))
+    prepared = fnmodels.prepare_step(case.config, batch.tokens[:, 7:], cache)
+    made = {
+        "take": fnmodels.take(cache, [0, 1]),
+        "insert": fnmodels.insert(cache, [0], fnmodels.take(cache, [0])),
+        "the same room": fnmodels.resize(cache, 8),
+        "more room": fnmodels.resize(cache, 12),
+        "truncate": shortened(cache),
+        "decode": fnmodels.decode(params, *prepared, cache, config=case.config)[1],
+    }
+    memory = {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(cache) if leaf.numel()}
+    for name, other in made.items():
+        assert not memory & {leaf.untyped_storage().data_ptr() for leaf in tree.leaves(other) if leaf.numel()}, name
+
+
+def test_a_cache_that_was_cut_short_in_its_memory_is_used_up() -> None:
+    config = next(case.config for case in FAMILIES if case.family == "llama")
+    batch = batch_of(config, segments((8,)))
+    _, cache = stepped(generic_params(config, WIDE), batch, empty(batch, rings=False), (8,))
+    held = [leaf.data_ptr() for leaf in tree.leaves(cache.layers)]
+    after = fnmodels.cache.truncate_(cache, 3)
+    assert held == [leaf.data_ptr() for leaf in tree.leaves(after.layers)]
+    with pytest.raises(RuntimeError, match="used up"):
+        fnmodels.truncate(cache, 3)
 
 
 def test_errors_name_the_row() -> None:

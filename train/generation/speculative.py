@@ -248,7 +248,7 @@ class _Side:
         if is_recurrent(after):  # a state cannot be rolled back: from the old one, with the tokens that are kept
             *_, self.cache = self.step(self.cache, tokens, _first(count, tokens.shape[1]))
         else:
-            self.cache = fnmodels.truncate(after, self.held)
+            self.cache = fnmodels.cache.truncate_(after, self.held)
 
     def follow(self, x: Tensor, tokens: Tensor, drawn: Tensor, count: Tensor) -> None:
         """Keeps, as a draft, the tokens that the model kept; see `_Head.follow`."""
