@@ -30,6 +30,7 @@ from params.checkpoint.load import load_pretrained
 from params.checkpoint.load_gguf import described, is_gguf, read_gguf
 from params.checkpoint.manifest import HASH, MANIFEST, manifests, read_manifest, verify
 from params.checkpoint.shard_index import open_folder, stem_in
+from params.checkpoint.tensor_map import unread_part
 from params.gguf.blocks import check_installed, name_of
 from params.gguf.parts import open_gguf
 from params.gguf.tokenizer import tokenizer_json
@@ -186,8 +187,12 @@ def _tensors(folder: Path, family: Any, ignore_fields: Collection[str]) -> Lines
             yield "head", f"tied to the embedding{beside}" if tied else "its own"
         if checked.prefix:
             yield "names", f"without their first part, {checked.prefix}"
-        if checked.leftovers:
-            yield "ignored", f"{_counted(len(checked.leftovers), 'leftover buffer')}, as {checked.leftovers[0]}"
+        parts = {name: unread_part(checked.config, checked.prefix + name) for name in checked.leftovers}
+        for part in dict.fromkeys(filter(None, parts.values())):
+            names = [name for name, of in parts.items() if of == part]
+            yield "not read", f"{_counted(len(names), 'tensor')} of the part {part!r}, as {names[0]}: drop=({part!r},)"
+        if buffers := [name for name, of in parts.items() if of is None]:
+            yield "ignored", f"{_counted(len(buffers), 'leftover buffer')}, as {buffers[0]}"
 
 
 def _adapters(folder: Path) -> Lines:

@@ -24,6 +24,7 @@ from .tensor_map import (
     published_names,
     stored_leaves,
     tied_names,
+    unread_part,
     untied_config,
 )
 from .value_checks import refuse_wrong_numbers
@@ -114,8 +115,12 @@ def _differences(config: DecoderConfig, form: _Form) -> list[str]:
     for name, pieces in expected.items():
         faults += _faults(name, pieces[0], found) if name in found else [f"{name}: missing"]
     unexpected = [name for name in found if name not in expected and name not in form.tied]
-    unexpected = [name for name in unexpected if not is_leftover(config, form.prefix + name)]
-    faults += [f"{name}: unexpected, {list(found[name].shape)}" for name in unexpected]
+    for name in unexpected:
+        part = unread_part(config, form.prefix + name)
+        if part is not None:
+            faults.append(f"{name}: of the part {part!r}, which is not read; leave it out")
+        elif not is_leftover(config, form.prefix + name):
+            faults.append(f"{name}: unexpected, {list(found[name].shape)}")
     for name, original in form.tied.items():
         if name in found and original in found and not _same(found[name], found[original]):
             faults.append(f"{name}: differs from {original}, but by the config they are one tensor")

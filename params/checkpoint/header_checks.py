@@ -88,7 +88,12 @@ def check_folder(
         name
         for name in located
         if name not in expected
-        and (tensor_map.is_leftover(config, prefix + name) or name in unread or is_zero_bias(located, name, buffer))
+        and (
+            tensor_map.is_leftover(config, prefix + name)
+            or tensor_map.unread_part(config, prefix + name)
+            or name in unread
+            or is_zero_bias(located, name, buffer)
+        )
     )
     known = {name: value for name, value in located.items() if name not in leftovers}
     lacking = _lacking_maps(config, parameters, known)

@@ -100,8 +100,9 @@ def load_pretrained(
             the leaf may change. True reads everything into new memory, as does any cast or other device.
         check_finite: Whether everything is read and leaves with NaN or infinities are refused (also from a cast to
             fp16).
-        drop: ("mtp",) leaves out the MTP heads (`fnmodels.mtp`), and ("audio",) the audio tower of a Gemma 4, without
-            which such a model is refused. The returned config reflects it.
+        drop: ("mtp",) leaves out the MTP heads (`fnmodels.mtp`), and the name of a part that is not read, such as
+            ("audio",) of a Gemma 4 or ("mtp",) of a DeepSeek V4.1, that part; without it such files are refused. The
+            returned config reflects it.
         head: "none" reads the model without its head, which the files may have or not, so that `forward` returns hidden
             states after the final norm. None: with the head that the files have.
         part: "text" or "vision" reads that part alone of a model of several, such as CLIP or LLaVA, as (its Config, its
@@ -143,8 +144,9 @@ def load_pretrained(
         return load_gguf(folder, dtype, device, check_finite, keep_quantized)
     with memory_for(folder), ExitStack() as stack:
         checked = check_folder(folder, stack, drop, family, head, part, ignore_fields)
-        if part is None:
-            tensor_map.refuse_unread(checked.config, checked.leftovers, drop, folder)
+        tensor_map.refuse_unread(
+            checked.config, [checked.prefix + name for name in checked.leftovers], drop, part, folder
+        )
         plan, placements = _placed(plan, checked)
         chosen = [parameter for parameter in checked.parameters if placements is None or parameter.path in placements]
         boxes = {

@@ -147,21 +147,36 @@ def missing_prefix(parameters: Iterable[StoredLeaf], on_disk: Container[str]) ->
 
 
 def is_leftover(config: DecoderConfig, name: str) -> bool:
-    """Whether `name` is no parameter: a buffer in old files of the family (its leftovers), or of an unread part."""
+    """Whether `name` is no parameter, such as a buffer in old files of the family."""
     family = family_of(config)
-    traits, of_config = traits_of(family), function_of(family, "leftovers")(config)
-    return any(re.fullmatch(pattern, name) for pattern in (*traits.leftovers, *of_config, *traits.unread.values()))
+    of_config = function_of(family, "leftovers")(config)
+    return any(re.fullmatch(pattern, name) for pattern in (*traits_of(family).leftovers, *of_config))
 
 
-def refuse_unread(config: DecoderConfig, names: Iterable[str], drop: Collection[str], folder: Path) -> None:
-    """UnsupportedError where files have tensors of one of the family's unread parts, which `drop` does not name."""
-    for part, pattern in traits_of(family_of(config)).unread.items():
-        unread = [name for name in names if re.fullmatch(pattern, name)]
-        if unread and part not in drop:
-            raise UnsupportedError(
-                f"{folder}: the model has a part for {part}, {len(unread)} tensors such as {min(unread)}, which is not "
-                f'read: drop=({part!r},) loads the model without it, and part="text" its text model alone.'
-            )
+def unread_part(config: DecoderConfig, name: str) -> str | None:
+    """The unread part of the family that the tensor `name` belongs to, such as "vision"; None for another tensor."""
+    unread = traits_of(family_of(config)).unread
+    return next((part for part, pattern in unread.items() if re.fullmatch(pattern, name)), None)
+
+
+def refuse_unread(
+    config: DecoderConfig, names: Iterable[str], drop: Collection[str], part: str | None, folder: Path
+) -> None:
+    """UnsupportedError where files have tensors of one of the family's unread parts, which `drop` does not name.
+
+    part: the one that is loaded alone; MTP heads are of the text.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if (other := unread_part(config, name)) and other not in drop and (part is None or other == "mtp"):
+            found.setdefault(other, []).append(name)
+    for other, unread in found.items():
+        what = "an MTP part" if other == "mtp" else f"a part for {other}"
+        alone = "" if other == "mtp" else ', and part="text" its text model alone'
+        raise UnsupportedError(
+            f"{folder}: the model has {what}, {len(unread)} tensors such as {min(unread)}, which is not read: "
+            f"drop=({other!r},) loads the model without it{alone}."
+        )
 
 
 def names_of_head(declared: DecoderConfig, config: DecoderConfig, on_disk: Iterable[str]) -> set[str]:
@@ -169,7 +184,7 @@ def names_of_head(declared: DecoderConfig, config: DecoderConfig, on_disk: Itera
     if declared == config:
         return set()
     known = by_name(stored_leaves(declared)).keys() | tied_names(declared).keys()
-    return {name for name in on_disk if name in known or is_leftover(declared, name)}
+    return {name for name in on_disk if name in known or is_leftover(declared, name) or unread_part(declared, name)}
 
 
 def published_names(
@@ -254,7 +269,7 @@ def drop_optional(
     text too. ValueError for other names in `drop`.
     """
     optional, of_text = traits_of(family_of(config)).optional, _optional_of_text(config)
-    known = (*optional, *of_text, *traits_of(family_of(config)).unread)
+    known = dict.fromkeys((*optional, *of_text, *traits_of(family_of(config)).unread))
     if unknown := sorted(set(drop) - set(known)):
         raise ValueError(
             f"drop names {', '.join(map(repr, unknown))}; what can be left out of this model is "

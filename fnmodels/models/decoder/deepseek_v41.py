@@ -75,8 +75,8 @@ TRAITS = Traits(
     left_axis="one",
     left_wide=True,
     of_tokenizer=("ngrams.token_map",),
-    leftovers=(r"mtp\..*", r"layers\.\d+\.ffn\.gate\.bias_vl"),  # drafting heads; of tokens of images
-    unread={"vision": r"(vision|aligner)\..*|image_.*"},
+    # the drafting heads; the tower, and biases of routers that are for tokens of images
+    unread={"mtp": r"mtp\..*", "vision": r"(vision|aligner)\..*|image_.*|layers\.\d+\.ffn\.gate\.bias_vl"},
 )
 _CANDIDATES = {"candidate_topk_blocks": "candidate_blocks", "candidate_block_size": "candidate_size"}
 _FIXED = FIXED | {"gate_temp": 1.0, "num_hash_layers": 0}

@@ -38,7 +38,10 @@ from fnmodels.tree import Tree, flatten
 
 MODEL_TYPES = ("gemma3n_text", "gemma3n")
 TRAITS = Traits(
-    kinds=tuple(see + reuse + few for few in ("", "_sparse") for reuse in ("", "_reuse") for see in ("full", "sliding"))
+    kinds=tuple(
+        see + reuse + few for few in ("", "_sparse") for reuse in ("", "_reuse") for see in ("full", "sliding")
+    ),
+    unread={"vision": r"model\.(vision_tower|embed_vision)\..*", "audio": r"model\.(audio_tower|embed_audio)\..*"},
 )
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _OTHERS = (  # of the towers and their tokens
@@ -241,10 +244,9 @@ def hf_names(config: Config) -> dict[str, Stored]:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Other towers, and the keys and values of layers that read those of others, which files may hold."""
+    """The keys and values of layers that read those of others, which files may hold."""
     borrowing = "|".join(str(index) for index, kind in enumerate(parsed(config.layer_kinds)) if kind.source)
-    unused = rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)"
-    return unused, r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\..*"
+    return (rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)",)
 
 
 def attention_masks(

@@ -3,7 +3,8 @@
 Queries and keys are normalized per head, and full and sliding-window layers have a rotary table each. In Laguna,
 sliding layers may have another number of query heads, attention is multiplied by a softplus gate, and experts are
 chosen by sigmoid scores with a selection bias, beside a shared expert. Mellum routes by softmax as Qwen 3 does, and may
-have an MTP head: `fnmodels.mtp`; MTP parts of Laguna's files are not read, since no public source says what they are.
+have an MTP head: `fnmodels.mtp`; MTP parts of Laguna's files are not read (`drop=("mtp",)`), since no public source
+says what they are.
 """
 
 import functools
@@ -44,6 +45,7 @@ TRAITS = Traits(
     kinds=("full_moe", "full", "sliding_moe", "sliding"),
     routed=True,
     router=ROUTER,
+    unread={"mtp": r"mtp\..*"},  # of Laguna, and where config.json counts no head
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
     in_memory={
         r"\.experts\.e_score_correction_bias$": ".gate.e_score_correction_bias",
@@ -202,11 +204,6 @@ def spec(config: Config) -> Tree:
 def mtp_kinds(config: Config) -> tuple[str, ...]:
     """The kind of the layer that is the block of the MTP head."""
     return config.mtp_layer_kinds
-
-
-def leftovers(config: Config) -> tuple[str, ...]:
-    """Patterns of the tensors of MTP heads that the config does not count."""
-    return () if config.num_nextn_predict_layers else (r"mtp\..*",)
 
 
 def hf_names(config: Config) -> dict[str, Stored]:

@@ -73,8 +73,10 @@ TRAITS = Traits(
         r"\.w2\.": ".down_proj.",
         r"\.w3\.": ".up_proj.",
     },
-    leftovers=(r"mtp_dspark\..*",),
-    unread={"vision": r"(vision_encoder|pre_mm_projector_norm|patch_merger|vision_language_adapter)\..*"},
+    unread={
+        "mtp": r"mtp_dspark\..*",
+        "vision": r"(vision_encoder|pre_mm_projector_norm|patch_merger|vision_language_adapter)\..*",
+    },
 )
 _DEFAULTS: dict[str, Any] = {"vocab_size": 204800, "hidden_size": 6144, "intermediate_size": 24576}
 _DEFAULTS |= {"moe_intermediate_size": 6144, "num_hidden_layers": 72, "num_attention_heads": 64, "n_shared_experts": 1}

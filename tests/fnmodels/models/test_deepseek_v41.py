@@ -373,17 +373,18 @@ def test_layers_that_read_keys_which_no_layer_made_are_refused() -> None:
         replace(config, layer_kinds=("sliding_moe_ngrams", *kinds[:2], "sliding_moe"))
 
 
-def test_a_tower_is_refused_or_left_out_and_drafting_heads_are_left_out(tmp_path: Path) -> None:
+def test_a_tower_and_drafting_heads_are_refused_or_left_out(tmp_path: Path) -> None:
     config = deepseek_v41.Config.from_hf(TINY)
     P.save_pretrained(tmp_path, config, generic_params(config))
     state = load_file(tmp_path / "model.safetensors")
     state |= {name: torch.zeros(3) for name in ("mtp.0.main_norm.weight", "layers.0.ffn.gate.bias_vl")}
     save_file(state, tmp_path / "model.safetensors")
-    assert P.load_pretrained(tmp_path)[0] == config
     save_file(state | {"vision.norm.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="vision"):
-        P.load_pretrained(tmp_path)
-    again, params = P.load_pretrained(tmp_path, drop=("vision",))
+        P.load_pretrained(tmp_path, drop=("mtp",))
+    with pytest.raises(UnsupportedError, match="an MTP part, 1 tensors"):
+        P.load_pretrained(tmp_path, part="text")
+    again, params = P.load_pretrained(tmp_path, drop=("vision", "mtp"))
     assert again == config and tree.flatten(params).keys() == tree.flatten(generic_params(config)).keys()
 
 
