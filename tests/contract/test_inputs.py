@@ -116,13 +116,18 @@ def orders(length: int, batch: int) -> list[Tensor]:
 
 @every_structure
 def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
-    """B5: a batch can be permuted once, after `prepare`. `fnmodels.testing` checks the logits."""
+    """B5: a batch can be permuted once, before `prepare` or after it. `fnmodels.testing` checks the logits.
+
+    Models that read tokens in the order of the row refuse both.
+    """
     mixed = batch_of(case.config, MIXED)
     given = (mixed.tokens, mixed.positions, mixed.segment_ids)
     for order in orders(*reversed(MIXED.shape)):
         if is_ordered(case):
             with pytest.raises(ValueError, match="in their order"):
                 fnmodels.permute(mixed.prepared(), order)
+            with pytest.raises(ValueError, match="below that of the token before it in document"):
+                Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
             continue
         anew = Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
         assert off(fnmodels.permute(mixed.prepared(), order), anew) == 0
