@@ -16,6 +16,7 @@ from .batches import Arrangement
 from .reference import layers_of
 
 # Taps of what is added to the residual stream: {tap: the reference's field that multiplies what its module returns}.
+BETAS = {"attention": "attn_beta_factor", "mlp": "mlp_beta_factor"}  # of MiniMax's layers, which multiply these
 _ADDED = {"mamba": "ssm_out_multiplier", "attention": "attention_out_multiplier", "mlp": ""}
 # The reference's module whose output equals our tap: where a norm follows a sublayer, that norm. The first entry whose
 # modules a layer has all of is used: post_attention_layernorm alone is a norm before the MLP. Where several modules are
@@ -39,6 +40,7 @@ _SUBLAYERS = (
     {"attention": "mamba", "mlp": "feed_forward"},  # Bamba
     {"attention": "attn", "mlp": "mlp"},  # GPT-2
     {"attention": "attn", "mlp": "ffn.down_proj"},  # MPT
+    {"attention": "norm_attn_norm.attn", "mlp": "ffn"},  # DBRX
     {"attention": "self_attn", "mlp": "fc2"},  # OPT
     {"attention": "attention", "mlp": "mlp"},  # GPT-NeoX
     {"attention": "self_attention.dense", "mlp": "mlp.dense_4h_to_h"},  # Falcon, BLOOM
@@ -83,11 +85,11 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
     # Granite and MiniCPM 3 multiply what a sublayer returns.
     multiplier = getattr(model.config, "residual_multiplier", getattr(layers_of(model)[0], "residual_scale", 1.0))
 
-    def after(tap: str, module: Any, args: Any, output: Any) -> None:
+    def after(tap: str, module: Any, args: Any, output: Any, *, factor: float = 1.0) -> None:
         value = output[0] if isinstance(output, tuple | list) else output
         value = mean(value.movedim(0, -2) if rows_first and value.ndim == 4 else apart(value))  # of the stream's rows
         own = _ADDED.get(tap.rpartition(".")[2])
-        value = value if own is None else value * multiplier * getattr(model.config, own, 1.0)
+        value = value if own is None else value * multiplier * getattr(model.config, own, 1.0) * factor
         value = value.clone()  # Falcon adds the attention's output to the MLP's in place
         value = value if value.ndim == 3 else value.view(*tokens.shape, -1)  # experts may see rows of tokens
         tapped[tap] = tapped[tap] + value if tap in tapped else value
@@ -99,7 +101,9 @@ def their_taps(model: Any, config: DecoderConfig, tokens: Tensor, batch: Arrange
         handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
         for i, layer in enumerate(layers):
             modules = [("output", layer), *sublayers_of(layer)]
-            handles += [m.register_forward_hook(partial(after, f"layers.{i}.{name}")) for name, m in modules]
+            for name, module in modules:
+                factor = float(getattr(layer, BETAS.get(name, ""), 1.0))
+                handles.append(module.register_forward_hook(partial(after, f"layers.{i}.{name}", factor=factor)))
     try:
         mask = batch.segment_ids if batch.form == "padded" else None  # else documents begin where positions restart
         positions = batch.positions + field_of(config, "first_position")

@@ -109,12 +109,14 @@ def layout_of(config: Any) -> Layout:
     says = traits_of(family_of(text_config(untied))).says_transposed
     copies, stored = duplicate_names(config), hf_names(untied)
     several = {path for path, s in stored.items() if "layers." in path and {*disk_names(s)} & {*copies.values()}}
+    several |= {path for path, s in stored.items() if isinstance(s, Stack) and len({*disk_names(s)}) == 1}
     memory, files = (_modules(names, leaves, several) for names in (module_names(untied), stored))
     return Layout(memory, files, leaves, tied, copies, says)
 
 
 def _modules(names: Mapping[str, Stored], leaves: Mapping[str, Leaf], several: Collection[str]) -> Modules:
-    """several: parameters that several modules have, for each of which PEFT has an adapter of its own."""
+    """several: parameters that several modules have, for each of which PEFT has an adapter of its own, and those whose
+    experts lie in one matrix, which PEFT cannot adapt (DBRX)."""
     found = Modules()
     for path, leaf in leaves.items():
         for place in _places(path, leaf, names[path]):

@@ -278,6 +278,8 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
         pytest.skip("Sublayers add to each stream by its own weight: tests/fnmodels/ops/test_hyper.py.")
     if case.family == "muse_spark":
         pytest.skip("A gate weighs the stream and what joins it: tests/fnmodels/models/test_muse_spark.py.")
+    if case.family == "minimax":
+        pytest.skip("Sublayers add to their normed input, by factors: tests/fnmodels/models/test_minimax.py.")
     if case.family in ("inkling2", "kimi_k3"):
         pytest.skip("Sublayers add to the state of a block, which begins anew: tests/fnmodels/models/ of the family.")
     batch, names, params = batch_of(case.config, ROWS), names_of(case), generic_params(case.config)

@@ -42,6 +42,7 @@ ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "roformer", "nomic_bert")
 NO_SUMS += ("muse_spark",)  # a gate weighs the stream and what joins it
+NO_SUMS += ("minimax",)  # sublayers add to their normed input
 READ_MORE = ("zamba2", "inkling2", "kimi_k3")  # norms read the embedding, what a block has left, or states of blocks
 # Sublayers read states of blocks: tests/fnmodels/models/test_inkling2.py, where a convolution follows each, and
 # test_kimi_k3.py.
@@ -139,7 +140,9 @@ def check_outputs(case: Case, tapped: dict[str, Tensor]) -> None:
             own = layer["attention"]
             out = F.linear(tap["attention.z"].flatten(2), own["o_proj"], own.get("o_bias"))
             after = order[order.index("attention.z") + 1]  # a norm, before it is added, or attention itself
-            out = out * share * getattr(config, "attention_out_multiplier", 1.0)
+            out = (
+                out * share * getattr(config, "attention_out_multiplier", getattr(config, "full_attn_beta_factor", 1.0))
+            )
             if after in ("attention", "mamba"):
                 assert off(tap["attention"], out) < 1e-5, index
             elif is_inner(layer):
@@ -244,6 +247,7 @@ def check_experts(case: Case, tapped: dict[str, Tensor]) -> None:
         order = list(tap)
         if order[order.index("mlp") - 1] in ("experts", "shared_expert") and case.family not in DEEP:
             share = getattr(config, "residual_multiplier", 1.0) / (1 + getattr(config, "average_experts", False))
+            share *= getattr(config, "mlp_beta_factor", 1.0)
             assert off(tap["mlp"][valid], (added * share)[valid]) < 1e-5
 
 

@@ -20,7 +20,8 @@ Where they are needed:
     STANDS_FOR          {model type: another} where transformers knows a model under the other name only
     UNREADABLE          {variant: why} where transformers does not read the published files
     ABSENT              {model type: how the names of buffers end that transformers has and no published file: 0}
-    LEFT_OUT            {model type: how the names end of tensors that no result reads, and no parameter holds}
+    LEFT_OUT            {model type: how the names end of tensors that no parameter holds: no result reads
+                        them, or they follow from the config}
     as_published        (tensors by their names as transformers saves them, its config) -> as published; where it errs
     OLDER_NAMES         {field: its name in older files}; OLDER_ROPES where there is a table for each layer type, and
                         older files say it otherwise

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fnmodels
 from fnmodels.models.common.family import field_of, stored_layers
 from params.checkpoint.module_names import module_names
-from params.compare.activations import sublayers_of
+from params.compare.activations import BETAS, sublayers_of
 from params.compare.reference import layers_of
 from tests.support.cases import Case, sparse_layers, tap_names
 
@@ -229,6 +229,8 @@ def _of_layer(model: Any, layer: Any, sparse: bool) -> dict[str, Site]:
 def _factor(layer: Any, tap: str) -> float:
     """What the layer multiplies the output of a sublayer by before it is added."""
     named = {"attention": "attn_out_multiplier", "mamba": "ssm_out_multiplier"}.get(tap, "")
+    if tap in BETAS and hasattr(layer, BETAS[tap]):
+        return float(getattr(layer, BETAS[tap]))
     return float(getattr(layer, named, getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))))
 
 

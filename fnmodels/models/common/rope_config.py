@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fnmodels.errors import ConfigError
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.ops.rotary import Rope
 
@@ -52,6 +52,20 @@ def rope_values(fields: Fields, partial: float = 1.0) -> dict[str, Any]:
                 f"{fields.where}: {name!r} is {shown(outer)} at the top and {shown(inner[name])} in the rope."
             )
     return inner
+
+
+def with_rotary_dim(fields: Fields, head_dim: int) -> Fields:
+    """The fields with `rotary_dim` of MiniMax's files, a number of dimensions, as `partial_rotary_factor`.
+
+    head_dim: the family's default; 0: hidden_size / heads.
+    """
+    if fields.values.get("rotary_dim") is None:
+        return fields
+    width = head_dim or fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    share = fields.integer("rotary_dim") / fields.integer("head_dim", width)
+    if fields.take("partial_rotary_factor", share) != share:
+        raise UnsupportedError(f"{fields.where}: 'rotary_dim' and 'partial_rotary_factor' disagree.")
+    return Fields({n: v for n, v in fields.values.items() if n != "rotary_dim"} | {"partial_rotary_factor": share})
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class TensorSlice:
     batched: the tensor is [E, out, in] or [E, out], and the slice is taken from every expert. Interleaved rows of two
     projections are groups: the even ones of 2 F rows are rows 0 <= i < 1 of F groups. ones (a, b): the
     parameter is a vector [rows], and on disk it has a dimensions of size 1 before and b after. columns: the slice is of
-    the columns of a tensor [out, rows] instead, in one group. experts: on disk it is int64, of numbers of so many
+    the columns of a tensor [out, rows] instead, in one group; and transposed: of rows of a tensor [rows, out], which is
+    upside down in files, as DBRX's second matrices of experts. experts: on disk it is int64, of numbers of so many
     experts, from 0 on; the parameter is floating, so that it may stand in a tree of which gradients are taken. 0: it is
     floating on disk too. halves: rows 2 i and 2 i + 1 of a group of 2 d rows are rows i and d + i there, the order in
     which transformers' modules rotate the halves of a head; of tensors in memory alone.
@@ -128,7 +129,7 @@ def disk_shape(stored: Single, shape: tuple[int, ...]) -> tuple[int, ...]:
     if stored.ones:
         return (*(1,) * stored.ones[0], stored.rows, *(1,) * stored.ones[1])
     if stored.columns:
-        return (shape[0], stored.rows)
+        return (stored.rows, shape[0]) if stored.transposed else (shape[0], stored.rows)
     experts, inner = (shape[:1], shape[2:]) if stored.batched else ((), shape[1:])
     return (*experts, *inner, stored.rows) if stored.transposed else (*experts, stored.rows, *inner)
 
@@ -180,7 +181,11 @@ def disk_region(stored: Single, shard: tuple[slice, ...]) -> DiskRegion:
     if stored.halves:
         raise ValueError(f"{stored.name} is a tensor in memory, of which no file has a region.")
     if stored.columns:
-        return DiskRegion((shard[0], slice(stored.start + shard[1].start, stored.start + shard[1].stop)), stored.name)
+        there = slice(stored.start + shard[1].start, stored.start + shard[1].stop)
+        if stored.transposed:
+            count = shard[1].stop - shard[1].start
+            return DiskRegion((there, shard[0]), replace(stored, start=0, stop=count, rows=count))
+        return DiskRegion((shard[0], there), stored.name)
     axis = 1 if stored.batched else 0
     lead, rows, inner = shard[:axis], shard[axis], shard[axis + 1 :]
     if stored.groups == 1:
@@ -259,7 +264,7 @@ def _rows(stored: TensorSlice, tensor: Tensor) -> tuple[int, Tensor]:
     """
     axis = 1 if stored.batched else 0
     tensor = tensor.view(-1) if stored.ones else tensor
-    rows = tensor.mT if stored.columns or (stored.transposed and tensor.ndim > axis + 1) else tensor
+    rows = tensor.mT if stored.columns != (stored.transposed and tensor.ndim > axis + 1) else tensor
     blocks = rows.unflatten(axis, (stored.groups, -1))
     blocks = blocks.narrow(axis + 1, stored.start, stored.stop - stored.start)
     return axis, blocks.unflatten(axis + 1, (2, -1)).transpose(axis + 1, axis + 2) if stored.halves else blocks

@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fnmodels.errors import UnsupportedError
 from fnmodels.models.common import decoder
 from fnmodels.models.common import moe as mixture
 from fnmodels.models.common.config_json import ConfigJson, Fields
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import attention_masks, embed, freqs_cis, kinds, unembed  # noqa: F401
 from fnmodels.models.common.family import Traits
-from fnmodels.models.common.rope_config import rope_to_hf
+from fnmodels.models.common.rope_config import rope_to_hf, with_rotary_dim
 from fnmodels.models.common.spec import decoder_leaves, joint_head_norms, layer_leaves, moe_leaves, usual_attention
 from fnmodels.models.common.storage import Stored
 from fnmodels.ops import Rope, apply_rotary, project_out, rms_norm, split_heads
@@ -60,7 +59,7 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = _with_partial(Fields(values))
+        fields = with_rotary_dim(Fields(values), 128)
         sizes: dict[str, Any] = {"max_positions": 196608, "kv_heads": 8, "head_dim": 128}
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=5e6, partial=1.0, **sizes)
         layers = usual["num_hidden_layers"]
@@ -77,16 +76,6 @@ class Config(decoder.BaseConfig):
         names = ("rms_norm_eps", "hidden_act", "num_local_experts", "num_experts_per_tok")
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
         return decoder.decoder_to_hf(self, "MiniMaxM2ForCausalLM", *names, rope_parameters=rope)
-
-
-def _with_partial(fields: Fields) -> Fields:
-    """The fields with `rotary_dim` of the published files, a number of dimensions, as `partial_rotary_factor`."""
-    if fields.values.get("rotary_dim") is None:
-        return fields
-    share = fields.integer("rotary_dim") / fields.integer("head_dim", 128)
-    if fields.take("partial_rotary_factor", share) != share:
-        raise UnsupportedError(f"{fields.where}: 'rotary_dim' and 'partial_rotary_factor' disagree.")
-    return Fields({n: v for n, v in fields.values.items() if n != "rotary_dim"} | {"partial_rotary_factor": share})
 
 
 def spec(config: Config) -> Tree:

@@ -27,6 +27,7 @@ GROUPED = [TensorSlice("qkv", i, i + 1, 6, groups=2) for i in range(3)]
 TRANSPOSED = [TensorSlice("qkv", 0, 3, 6, transposed=True), TensorSlice("qkv", 3, 6, 6, transposed=True)]
 HALVES = [TensorSlice("experts", i, i + 4, 8, transposed=True, batched=True) for i in (0, 4)]  # Llama 4's
 COLUMNS = [TensorSlice("out", 0, 4, 10, columns=True), TensorSlice("out", 4, 10, 10, columns=True)]  # Flux's
+BELOW = [TensorSlice("w2", i, j, 3, columns=True, transposed=True) for i, j in ((0, 1), (1, 3))]  # DBRX's
 TURNS = [TensorSlice("experts", i, i + 1, 8, groups=4, transposed=True, batched=True) for i in (0, 1)]  # gpt-oss's
 
 
@@ -35,6 +36,7 @@ def test_take_selects_rows():
     assert [extract(part, whole).tolist() for part in GROUPED] == [[0, 3], [1, 4], [2, 5]]
     assert extract(FUSED[1], torch.arange(8)).tolist() == [4, 5]
     assert extract(COLUMNS[1], torch.arange(20).view(2, 10)).tolist() == [[*range(4, 10)], [*range(14, 20)]]
+    assert extract(BELOW[1], torch.arange(6).view(3, 2)).tolist() == [[2, 4], [3, 5]]
     assert extract(TRANSPOSED[1], torch.arange(12).view(2, 6)).tolist() == [[3, 9], [4, 10], [5, 11]]
 
 
@@ -92,7 +94,8 @@ def _layouts(draw: st.DrawFn) -> tuple[list[TensorSlice], tuple[int, ...]]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     if draw(st.booleans()):
         ends = zip(starts, sizes, strict=True)
-        parts = [TensorSlice("w", start, start + size, sum(sizes), columns=True) for start, size in ends]
+        how = {"columns": True, "transposed": transposed}
+        parts = [TensorSlice("w", start, start + size, sum(sizes), **how) for start, size in ends]
         return draw(st.permutations(parts)), (draw(st.integers(1, 3)), sum(sizes))
     rows = groups * sum(sizes)
     parts = [

@@ -36,7 +36,7 @@ from fnmodels.ops.dropout import Noise
 from fnmodels.options import Block, ForwardOptions, LayerFn
 from fnmodels.tree import Tree
 from params import lora
-from params.axes import EXPERT_MLP, HEADS, MLP, NGRAM, SHIFTED, VOCAB, regions_of
+from params.axes import EXPERT_MLP, HEADS, LINEAR_HEADS, MLP, NGRAM, SHIFTED, VOCAB, regions_of
 from params.quantized.kept import KeptWeight
 from params.sharding import Sharding
 from train.comm import collectives
@@ -140,8 +140,8 @@ class TensorParallel:
         return x, {name: value if name in whole else self._tap(value) for name, value in aux.items()}
 
     def _of_heads(self, freqs: Any) -> Any:
-        """The tables with the slopes of this rank's heads (ALiBi)."""
-        if HEADS not in self.sharded or not isinstance(freqs, Mapping) or "slopes" not in freqs:
+        """The tables with the slopes of this rank's heads (ALiBi, lightning attention)."""
+        if not self.sharded & {HEADS, LINEAR_HEADS} or not isinstance(freqs, Mapping) or "slopes" not in freqs:
             return freqs
         return {**freqs, "slopes": freqs["slopes"].chunk(self.region.size, -1)[self.region.rank]}
 

@@ -82,7 +82,10 @@ def uses_of(
     layers = dict.fromkeys(layer[1] for path in spec if (layer := _LAYER.fullmatch(path)))
     kinds_of = dict(zip(layers, kinds, strict=True))
     by_kind: dict[str, dict[str, Use]] = {kind: {} for several in (*kinds, head) for kind in several}
-    normed = {HEADS, KV_HEADS, MLP} | ({LINEAR_HEADS} if _replicated_groups(spec, dims) else set())
+    # norms of recurrent heads are of groups, which share key heads, or of all heads together, as lightning attention's
+    groups = any(LINEAR_KV_HEADS in leaf.axes for leaf in spec.values())
+    joint = not groups or bool(_replicated_groups(spec, dims))
+    normed = {HEADS, KV_HEADS, MLP} | ({LINEAR_HEADS} if joint else set())
     for path, leaf in spec.items():
         inner = path_in_layer(path)
         if inner is not None:
