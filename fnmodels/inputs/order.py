@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fnmodels import tree
 
 from .segments import integers, previous
+from .values import at_hand
 
 
 @tree.pytree
@@ -23,9 +25,35 @@ class Segments:
     segment_ids: Tensor
 
 
-def build_segments(segment_ids: Tensor) -> Segments:
-    """The `Segments` of a batch; ValueError for tensors that are not integers."""
-    return Segments(integers("segment_ids", segment_ids))
+def build_segments(segment_ids: Tensor, positions: Tensor) -> Segments:
+    """The `Segments` of a batch, segment_ids and positions [B, S].
+
+    ValueError for tensors that are not integers, and for tokens that are not in the order of their positions, where
+    values are at hand.
+    """
+    made = Segments(integers("segment_ids", segment_ids))
+    check_ascending(positions, made.segment_ids)
+    return made
+
+
+def check_ascending(positions: Tensor, segment_ids: Tensor) -> None:
+    """ValueError with the first token of a document, [B, S], whose position is below that of the token before it.
+
+    Nothing reads the positions otherwise, and the batch would be taken for another text. Values are read where that
+    waits for no device: not on GPUs, under vmap or in graphs.
+    """
+    given, ids = at_hand(positions), at_hand(segment_ids)
+    if given is None or ids is None or given.shape[-1] < 2 or bool((given[:, 1:] >= given[:, :-1]).all()):
+        return
+    given, ids = torch.broadcast_tensors(given, ids)
+    valid = ids > 0
+    back = valid & (ids == previous(ids, valid, first=0)) & (given < previous(given, valid, first=0))
+    for row, place in back.nonzero()[:1].tolist():
+        raise ValueError(
+            f"Row {row} has position {int(given[row, place])} at token {place}, below that of the token before it in "
+            f"document {int(ids[row, place])}, and layers of this model (recurrent ones, convolutions) read tokens in "
+            "the order of the row: give each document's tokens in the order of their positions."
+        )
 
 
 def runs(segment_ids: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -116,13 +116,18 @@ def orders(length: int, batch: int) -> list[Tensor]:
 
 @every_structure
 def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
-    """B5: a batch can be permuted once, after `prepare`. `fnmodels.testing` checks the logits."""
+    """B5: a batch can be permuted once, before `prepare` or after it. `fnmodels.testing` checks the logits.
+
+    Models that read tokens in the order of the row refuse both.
+    """
     mixed = batch_of(case.config, MIXED)
     given = (mixed.tokens, mixed.positions, mixed.segment_ids)
     for order in orders(*reversed(MIXED.shape)):
         if is_ordered(case):
             with pytest.raises(ValueError, match="in their order"):
                 fnmodels.permute(mixed.prepared(), order)
+            with pytest.raises(ValueError, match="below that of the token before it in document"):
+                Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
             continue
         anew = Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
         assert off(fnmodels.permute(mixed.prepared(), order), anew) == 0
@@ -191,7 +196,8 @@ def test_positions_segments_and_tokens_are_independent(case: Case) -> None:
     """P2: each tensor that `prepare` returns depends on its own argument only."""
     mixed = batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = mixed.prepared()
-    other = Batch(case.config, mixed.tokens, mixed.positions, torch.ones_like(MIXED), 24).prepared()
+    documents = (MIXED + 7).where(MIXED > 0, 1)  # padding is a document too
+    other = Batch(case.config, mixed.tokens, mixed.positions, documents, 24).prepared()
     assert off(freqs_cis, other[2]) == 0
     assert off(inputs["tokens"], other[0]["tokens"]) == 0
     assert other[0]["valid"].all() and torch.equal(inputs["valid"], MIXED > 0)

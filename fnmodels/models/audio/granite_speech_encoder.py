@@ -200,7 +200,7 @@ def attention_masks(
 ) -> dict[str, MaskLike]:
     """{"full": {"attention": mask of blocks, "order": `Segments`}}; both arguments [B, S]."""
     mask = build_mask(Chunk(config.block), positions, segment_ids, create=create)
-    return {"full": {"attention": mask, "order": build_segments(segment_ids)}}
+    return {"full": {"attention": mask, "order": build_segments(segment_ids, positions)}}
 
 
 def example_inputs(config: Config, positions: Tensor, /) -> dict[str, Tensor]:

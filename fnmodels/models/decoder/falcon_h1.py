@@ -134,7 +134,10 @@ def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
 ) -> dict[str, MaskLike]:
     """The masks of every layer: {"attention": causal mask, "order": `fnmodels.inputs.Segments`}."""
-    masks, order = decoder.attention_masks(config, positions, segment_ids, create=create), build_segments(segment_ids)
+    masks, order = (
+        decoder.attention_masks(config, positions, segment_ids, create=create),
+        build_segments(segment_ids, positions),
+    )
     return {kind: {"attention": mask, "order": order} for kind, mask in masks.items()}
 
 

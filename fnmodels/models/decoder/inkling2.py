@@ -184,7 +184,10 @@ def spec(config: Config) -> Tree:
 
 def attention_masks(config: Config, positions: Tensor, segment_ids: Tensor, **options: Any) -> dict[str, Any]:
     """{kind: {"attention": causal mask, "order": `fnmodels.inputs.Segments`}}."""
-    made, order = decoder.attention_masks(config, positions, segment_ids, **options), build_segments(segment_ids)
+    made, order = (
+        decoder.attention_masks(config, positions, segment_ids, **options),
+        build_segments(segment_ids, positions),
+    )
     both = {kind: {"attention": mask, "order": order} for kind, mask in made.items()}
     return {kind: both[plain] for kind, plain in zip(kinds(config), config.layer_kinds, strict=True)}
 

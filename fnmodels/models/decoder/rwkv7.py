@@ -116,7 +116,7 @@ def kinds(config: Config) -> tuple[str, ...]:
 def attention_masks(config: Config, positions: Tensor, segment_ids: Tensor, **options: Any) -> dict[str, Segments]:
     """{kind: `fnmodels.inputs.Segments`}."""
     check_one_axis(positions)
-    return dict.fromkeys(sorted(set(kinds(config))), build_segments(segment_ids))
+    return dict.fromkeys(sorted(set(kinds(config))), build_segments(segment_ids, positions))
 
 
 def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ def attention_masks(
     masks = causal_masks(windows, positions, segment_ids, create=create)
     if ordered := [kind.name for kind in kinds if kind.ordered]:
         check_one_axis(positions)
-        masks |= dict.fromkeys(ordered, build_segments(segment_ids))
+        masks |= dict.fromkeys(ordered, build_segments(segment_ids, positions))
     return masks
 
 
