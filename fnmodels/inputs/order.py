@@ -28,32 +28,44 @@ class Segments:
 def build_segments(segment_ids: Tensor, positions: Tensor) -> Segments:
     """The `Segments` of a batch, segment_ids and positions [B, S].
 
-    ValueError for tensors that are not integers, and for tokens that are not in the order of their positions, where
+    ValueError for tensors that are not integers, and for tokens in another order than that of their documents, where
     values are at hand.
     """
     made = Segments(integers("segment_ids", segment_ids))
-    check_ascending(positions, made.segment_ids)
+    check_order(positions, made.segment_ids)
     return made
 
 
-def check_ascending(positions: Tensor, segment_ids: Tensor) -> None:
-    """ValueError with the first token of a document, [B, S], whose position is below that of the token before it.
+def check_order(positions: Tensor, segment_ids: Tensor) -> None:
+    """ValueError for a document, [B, S], whose tokens are not next to each other in the order of their positions.
 
-    Nothing reads the positions otherwise, and the batch would be taken for another text. Values are read where that
-    waits for no device: not on GPUs, under vmap or in graphs.
+    Layers that read rows in their order would take them for another text, or for two. Values are read where that waits
+    for no device: not on GPUs, under vmap or in graphs.
     """
     given, ids = at_hand(positions), at_hand(segment_ids)
-    if given is None or ids is None or given.shape[-1] < 2 or bool((given[:, 1:] >= given[:, :-1]).all()):
+    if given is None or ids is None or given.shape[-1] < 2:
         return
     given, ids = torch.broadcast_tensors(given, ids)
     valid = ids > 0
+    if not bool(((ids == ids.cummax(-1).values) | ~valid).all()):  # not in the usual order, of documents by number
+        begins = valid & (ids != previous(ids, valid, first=0))
+        for row, place in begins.nonzero().tolist():
+            if bool((ids[row, :place] == ids[row, place]).any()):
+                raise ValueError(
+                    f"Row {row} goes on with document {int(ids[row, place])} at token {place}, behind another one, and "
+                    f"{_ORDERED}: keep the tokens of a document together."
+                )
+    if bool((given[:, 1:] >= given[:, :-1]).all()):
+        return
     back = valid & (ids == previous(ids, valid, first=0)) & (given < previous(given, valid, first=0))
     for row, place in back.nonzero()[:1].tolist():
         raise ValueError(
             f"Row {row} has position {int(given[row, place])} at token {place}, below that of the token before it in "
-            f"document {int(ids[row, place])}, and layers of this model (recurrent ones, convolutions) read tokens in "
-            "the order of the row: give each document's tokens in the order of their positions."
+            f"document {int(ids[row, place])}, and {_ORDERED}: give them in the order of their positions."
         )
+
+
+_ORDERED = "layers of this model (recurrent ones, convolutions) read tokens in the order of the row"
 
 
 def runs(segment_ids: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor]:

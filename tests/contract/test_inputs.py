@@ -126,11 +126,36 @@ def test_permuted_arguments_are_those_of_the_permuted_rows(case: Case) -> None:
         if is_ordered(case):
             with pytest.raises(ValueError, match="in their order"):
                 fnmodels.permute(mixed.prepared(), order)
-            with pytest.raises(ValueError, match="below that of the token before it in document"):
+            with pytest.raises(ValueError, match="read tokens in the order of the row"):
                 Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
             continue
         anew = Batch(case.config, *fnmodels.permute(given, order), mixed.length).prepared()
         assert off(fnmodels.permute(mixed.prepared(), order), anew) == 0
+
+
+@every_structure
+def test_documents_in_any_order_and_in_pieces(case: Case) -> None:
+    """A document behind one of a higher number, and one that goes on behind another: as alone, or refused."""
+    segment_ids = segments((2, 3, 4))
+    swapped, pieces = (3 - segment_ids) % 3 + 1, torch.tensor([[1, 1, 2, 2, 2, 1, 1, 3, 3]])
+    params, tokens = generic_params(case.config, torch.float64), tokens_of(case.config, 1, 9)
+    for ids in (swapped, pieces):
+        positions = torch.stack([(ids[0, :place] == ids[0, place]).sum() for place in range(9)])[None]
+        batch = Batch(case.config, tokens, positions, ids, 9)
+        if ids is pieces and is_ordered(case):
+            with pytest.raises(ValueError, match="Row 0 goes on with document 1 at token 5, behind another one"):
+                batch.prepared()
+            continue
+        logits = batch.forward(params)
+        for document in (1, 2, 3):
+            alone = Batch(
+                case.config,
+                tokens[ids == document][None],
+                positions[ids == document][None],
+                ids[ids == document][None],
+                9,
+            )
+            assert off(logits[ids == document][None], alone.forward(params)) < 1e-10
 
 
 @every_structure
