@@ -374,8 +374,8 @@ def test_tables_of_distances_are_the_same_where_documents_cannot_be_counted() ->
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
     for i, whole in enumerate((p.forward(3), p.forward(4))):
         close(mapped[i], whole)
-        close(compiled(torch.tensor(3 + i), {}), whole)
-    alone = batch_of(p.config, segments((13,), (9, -4)))
+        close(compiled(torch.tensor(3 + i), {}, p.batch), whole)
+    alone = batch_of(p.config, segments((13,), (9, -4), (11, -2)))  # of the same shape: one graph for both
     layout = fnmodels.layout(p.prepared(3, alone)[1])
     for options in ({"layout": layout}, {}):
         close(compiled(torch.tensor(3), options, alone), p.forward(3, alone))

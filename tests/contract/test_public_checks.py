@@ -17,12 +17,13 @@ from tests.support.cases import (
 )
 
 every_table = pytest.mark.parametrize("case", [short(case) for case in richest(tables_of)], ids=str)
+# Each runs the model many times. Other files try the last three for every structure, so here they take turns.
 SLOW_CHECKS = (
     testing.check_threads,  # B9
     testing.check_microbatches,  # B3; for every structure in test_kernels.py, row by row
     testing.check_empty_rows,  # P4; for every structure in test_packing.py
     testing.check_causality,  # B10; for every structure in test_inputs.py, by gradients
-)  # each runs the model many times
+)
 CHECKS_OF_PARTS = (  # of operations
     testing.check_inputs_unchanged,  # B9
     testing.check_permutation,  # B5
@@ -42,9 +43,10 @@ def test_check_of_parts(case: Case, kernel: str, check: Callable[[testing.Subjec
 
 
 @with_kernels(representatives(), in_turn=True)
-@pytest.mark.parametrize("check", SLOW_CHECKS, ids=lambda check: check.__name__)
-def test_slow_check(case: Case, kernel: str, check: Callable[[testing.Subject], None]) -> None:
-    check(subject_of(case, kernel))
+def test_slow_checks(case: Case, kernel: str) -> None:
+    threads, *others = SLOW_CHECKS
+    for check in (threads, others[representatives().index(case) % len(others)]):
+        check(subject_of(case, kernel))
 
 
 @with_kernels(tuple(map(short, richest(tables_of))), in_turn=True)

@@ -44,10 +44,7 @@ MAMBA_TYPES = ("falcon_h1", "mamba2", "nemotron_h", "mamba", "falcon_mamba", "ja
 ROUTERS = ("inkling2", "inkling2_short", "inkling2_loop", "inkling2_loop_deep")
 ALL = pytest.mark.parametrize("case", peft_cases(), ids=str)
 DECODERS = [case for case in peft_cases() if case.values is not None]
-NAMINGS = [
-    *fewest({case: pairs_of(module_names(case.config)) | families_in(case.config) for case in DECODERS}),
-    *(case for case in peft_cases() if case not in DECODERS),
-]
+NAMINGS = fewest({case: pairs_of(module_names(case.config)) | families_in(case.config) for case in peft_cases()})
 # Llama 4's router, whose two results PEFT cannot add to; Whisper's head, its embedding whatever a config says
 OTHERS = (".router", "proj_out")
 # PEFT has adapters of its own for each use of a shared block, whose weights are one parameter here.

@@ -119,9 +119,10 @@ def test_scripts_work_beside_user_files(tmp_path: Path) -> None:
     for name in PACKAGES:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the user file ran')\n")
     scripts = distribution("fnmodels").entry_points.select(group="console_scripts")
-    assert all(callable(script.load()) for script in scripts)  # pip writes them alike, so two are run
-    for name in ("fnmodels-inspect", "fnmodels-train"):
-        assert "usage" in run([Path(sysconfig.get_path("scripts")) / name, "--help"], tmp_path).lower()
+    assert all(callable(script.load()) for script in scripts)
+    # pip writes them alike: this one is run here, and one of the wheel below
+    script = Path(sysconfig.get_path("scripts")) / "fnmodels-train"
+    assert "usage" in run([script, "--help"], tmp_path).lower()
     assert "usage" in run([sys.executable, "-P", "-m", "params.inspect", "--help"], tmp_path).lower()
 
 

@@ -5,11 +5,12 @@ import functools
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Mistral4Config, Mistral4ForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
@@ -27,6 +28,7 @@ text_models.register()
 # transformers 5.24 reads it in Llama 4's wrapper and has it in no output of a text model
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
     MoeCausalLMOutputWithPast.image_outputs = None
+_SETTINGS = GenerationConfig()
 EAGER: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -37,7 +39,8 @@ def model_of(values: dict[str, Any]) -> torch.nn.Module:
     """
     config = AutoConfig.for_model(**reference_values(values))
     config.use_cache = False
-    with no_init_weights():  # every one is overwritten
+    # Every weight is overwritten, and the settings of generation, a sixth of the time, are arguments of `generate`.
+    with no_init_weights(), patch.object(GenerationConfig, "from_model_config", lambda config: _SETTINGS):
         model = _class_of(config).eval()
     model.tie_weights()
     with torch.no_grad():

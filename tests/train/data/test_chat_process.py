@@ -20,7 +20,7 @@ from train.data.chat import Template, render
 
 CHAT = [{"role": "user", "content": "Hi"}]
 HUGE = "it needs more than 192 MiB of memory"
-LATE = "it takes more than 1 seconds of processor time"
+LATE = "it takes more than 0.3 seconds of processor time"
 LONG = "its text would have more than 1,05"
 DEEP = "maximum recursion depth exceeded"
 DOUBLE = "{% set ns = namespace(x='a') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}"
@@ -85,8 +85,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_render_of_a_strange_template_ends_with_a_sentence(name: str, tmp_path: Path) -> None:
+def test_render_of_a_strange_template_ends_with_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, words = ATTACKS[name]
+    if words == LATE:
+        monkeypatch.setattr(chat_process, "SECONDS", 0.3)  # none of these ends by itself
     began = time.process_time()
     with pytest.raises(UserError, match=words) as error:
         render(Template(source.replace("OUT", str(tmp_path / "out")), {}), CHAT)
@@ -153,6 +157,7 @@ def test_render_after_an_interrupt_gives_the_next_answer(monkeypatch: pytest.Mon
 
 def test_render_of_a_slow_template_ends_for_all_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_process, "ALL_SECONDS", 0.5)
+    monkeypatch.setattr(chat_process, "SECONDS", 0.3)
     slow = Template("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", {})
     said = []
     for _ in range(200):

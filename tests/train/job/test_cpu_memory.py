@@ -41,7 +41,7 @@ begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(20):
     torch.zeros(2**24)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin, flush=True)
-if "main" in sys.argv:
+if "starts another" in sys.argv:
     subprocess.run([sys.executable, "-c", os.environ["PROGRAM"]], check=True)
 """
 
@@ -75,5 +75,5 @@ def test_freed_buffers_are_used_again_by_the_main_program_and_those_it_starts():
 
     pages = 20 * 2**26 // os.sysconf("SC_PAGE_SIZE")
     assert faults()[0] > pages // 2
-    assert max(faults("main")) < pages // 10
+    assert max(faults("main", "starts another")) < pages // 10
     assert faults("main", MALLOC_TRIM_THRESHOLD_="100000")[0] > pages // 2  # what the environment says stays

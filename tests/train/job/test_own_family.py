@@ -13,7 +13,8 @@ from fnmodels.errors import UnsupportedError, UserError
 from params.imported import imported_family
 from params.inspect import main as inspect_main
 from tests.support.forks import Forks
-from tests.train.job.test_run import own_cache, text, train  # noqa: F401  fixtures
+from tests.train.job.test_run import own_cache, rows, text, train  # noqa: F401  fixtures
+from tests.train.job.test_stream_run import notes  # noqa: F401  a fixture
 from train.commands import compare
 from train.eval.command import main as evaluate
 from train.job.settings import Settings
@@ -98,13 +99,17 @@ def test_what_is_no_family_is_a_sentence(source: str | None, values: dict[str, A
 
 
 @pytest.mark.slow
-def test_processes_of_a_mesh_import_it_too(family: Path, tmp_path: Path, text: Path, forks: Forks) -> None:  # noqa: F811
-    flags = ["--family", family, "--data", text, *SIZES, "--row-length", 32, "--steps", 2, "--dtype", "float32"]
+def test_processes_of_a_mesh_import_it_and_train_on_the_stream_of_one_process(
+    family: Path,
+    tmp_path: Path,
+    notes: Path,  # noqa: F811
+    forks: Forks,
+) -> None:
+    flags = ["--family", family, "--data", notes, "--stream", 7, *SIZES, "--row-length", 32, "--steps", 6]
+    flags += ["--dtype", "float32", "--sample-tokens", 2, "--eval-rows", 4, "--save-every", 2]
     for name, mesh in (("mesh", ("--mesh", "fsdp=2")), ("one", ())):
         done = forks.run(["-m", "train", "--run", tmp_path / name, *mesh, *map(str, flags)])
         assert done.returncode == 0, done.stderr
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("mesh", "one")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert len(rows(tmp_path / "one")) == 6
+    for ours, theirs in zip(rows(tmp_path / "mesh"), rows(tmp_path / "one"), strict=True):
+        assert ours["tokens"] == theirs["tokens"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""The main job on streams: the same run after a stop, as over a mesh, and what is refused."""
+"""The main job on streams: the same run after a stop, and what is refused; over a mesh in test_own_family.py."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from fnmodels.errors import UserError
-from tests.support.forks import Forks
 from tests.train.job.test_run import TINY, rows, same, stop_after
 from train.cli import main
 from train.data.sources import absolute_paths, parse_sources
@@ -59,21 +58,6 @@ def test_a_stopped_stream_continues_with_the_same_bits(
     assert "jsonl, byte" in (tmp_path / "run" / "skipped.txt").read_text()
     assert 0 < rows(tmp_path / "run")[-1]["epochs"]["0"] < 0.2
     assert "# data =" in (tmp_path / "run" / "settings.toml").read_text()
-
-
-@pytest.mark.slow
-def test_a_mesh_trains_on_the_stream_of_one_process(tmp_path: Path, notes: Path, forks: Forks) -> None:
-    flags = [
-        *("--hidden-size", "32", "--intermediate-size", "32", "--num-hidden-layers", "1", "--vocab-size", "300"),
-        *("--row-length", "32", "--steps", "6", "--dtype", "float32", "--data", str(notes), "--stream", "7"),
-        *("--sample-tokens", "2", "--eval-rows", "4", "--save-every", "2"),
-    ]
-    one = forks.run(["-m", "train", "--run", str(tmp_path / "one"), *flags])
-    assert one.returncode == 0, one.stderr
-    mesh = forks.run(["-m", "train", "--run", str(tmp_path / "two"), "--mesh", "dp=2", *flags])
-    assert mesh.returncode == 0, mesh.stderr
-    for ours, theirs in zip(rows(tmp_path / "one"), rows(tmp_path / "two"), strict=True):
-        assert ours["tokens"] == theirs["tokens"] and ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
 
 
 def test_a_broken_record_stops_a_strict_stream(tmp_path: Path, notes: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,16 +183,14 @@ def test_a_slow_rank_is_said_at_the_third_measurement_and_when_it_recovers() -> 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--model", "qwen3"),
-        ("--model", "gemma2"),
+        ("--model", "qwen3", "--optimizer", "sgd", "--warmup", 0),
+        ("--model", "gemma2", "--label-smoothing", 0.1, "--batch-rows", 1),
         ("--model", "olmo2", "--optimizer", "muon"),
         ("--model", "cohere", "--optimizer", "lion"),
         ("--model", "phi3", "--optimizer", "adafactor"),
         ("--model", "gpt2", "--set", "num_key_value_heads=null,rms_norm_eps=null,intermediate_size=null"),
         ("--model", "lfm2", "--batch-rows", 1),
         ("--model", "mixtral", "--set", "num_local_experts=4,num_experts_per_tok=2"),
-        ("--optimizer", "sgd", "--warmup", 0),
-        ("--label-smoothing", 0.1, "--batch-rows", 1),
     ],
     ids=str,
 )
@@ -202,7 +200,8 @@ def test_healthy_runs_give_no_warning(
     text: Path,  # noqa: F811
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert train(tmp_path / "run", text, "--steps", 140, "--eval-every", 140, *flags) == 0
+    """Past step 128, the first at which a loss that does not decrease is said."""
+    assert train(tmp_path / "run", text, "--steps", 130, "--eval-every", 130, *flags) == 0
     assert "warning: step" not in capsys.readouterr().err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert set(summary["trouble"].values()) == {0}
