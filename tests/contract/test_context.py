@@ -14,6 +14,7 @@ import train.remat
 from fnmodels.models.common import encoder
 from fnmodels.models.common.context import STATE_TAP
 from fnmodels.models.common.family import LayerKind, field_of, traits_of
+from fnmodels.models.encoder import longformer
 from fnmodels.ops import layer_norm, rms_norm
 from fnmodels.ops.streams.hyper import mean
 from tests.support.cases import (
@@ -294,7 +295,7 @@ def test_what_sublayers_add_is_what_the_taps_hold(case: Case) -> None:
         layer = layers_run(case.config, params["layers"])[index]
         assert (added or is_inner(layer)) and tap.keys() == {"input", "output", *added, *more}
         tap = {name: value[batch.valid] for name, value in tap.items()}
-        if block_of(case) == encoder.__name__:  # BERT's relatives: a norm after each sum
+        if block_of(case) in (encoder.__name__, longformer.__name__):  # BERT's relatives: a norm after each sum
             eps = case.config.layer_norm_eps
             for name, before, added_there, after in (
                 ("post_attention_layernorm", "input", "attention", "middle"),

@@ -42,6 +42,7 @@ ROWS = segments((5, 3), (-1, 6, 1))
 # A norm follows each sum.
 NO_SUMS = ("albert", "bert", "deberta_v2", "distilbert", "electra", "gte", "mpnet", "roberta", "roformer", "nomic_bert")
 NO_SUMS += ("muse_spark",)  # a gate weighs the stream and what joins it
+NO_SUMS += ("longformer",)
 NO_SUMS += ("minimax",)  # sublayers add to their normed input
 READ_MORE = ("zamba2", "inkling2", "kimi_k3")  # norms read the embedding, what a block has left, or states of blocks
 # Sublayers read states of blocks: tests/fnmodels/models/test_inkling2.py, where a convolution follows each, and

@@ -307,12 +307,22 @@ def block(
     layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: EncoderConfig, kind: str, ctx: Context
 ) -> Tensor:
     """One layer, or as many passes of it as the config has: x [B, S, D] -> x."""
+    return passes(layer, x, mask, freqs, config, ctx)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (x, q, k, v) -> heads [B, S, N, H]
+
+
+def passes(
+    layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context, attend: Attend | None = None
+) -> Tensor:
+    """x after as many passes of a layer as the config has. attend: None: `ctx.attend`."""
     for _ in range(config.repeats):
-        x = _pass(layer, x, mask, freqs, config, ctx)
+        x = _pass(layer, x, mask, freqs, config, ctx, attend)
     return x
 
 
-def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context) -> Tensor:
+def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Context, attend: Attend | None) -> Tensor:
     """One pass of a layer, whose MLP has a gate if there is one in its parameters."""
     weights, (first, second) = layer["attention"], NORMS[config.norm_first]
 
@@ -330,7 +340,7 @@ def _pass(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, config: Any, ctx: Co
         if rate := ctx.dropout.embedding:
             bias = bias.dropped(ctx.tensors["noise"], rate, ctx.options.layout)
         bias = bias.of_layer(weights, q, k, scale=scale)
-    mixed = ctx.attend(q, k, v, mask, scale=scale, bias=bias)
+    mixed = attend(x, q, k, v) if attend else ctx.attend(q, k, v, mask, scale=scale, bias=bias)
     mixed = ctx.tap("attention", project_out(weights, mixed))
     x = ctx.tap("middle", norm(first, x + mixed, before=False))
     feed, read = gated_mlp if "gate_proj" in layer["mlp"] else plain_mlp, norm(second, x, before=True)
