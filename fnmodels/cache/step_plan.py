@@ -324,7 +324,10 @@ def _first(index: Tensor, slots: Slots) -> int | None:
 
 def _put(held: Tensor, new: Tensor, *, index: Tensor, first: int | None) -> Tensor:
     """`write`, contiguous as in `init_cache`: compiled steps have one graph for the first step and later ones."""
-    return write(held, new, index, first=first).contiguous()
+    written = write(held, new, index, first=first)
+    if torch.compiler.is_compiling():  # a single row is contiguous whatever its stride, which a graph is compiled for
+        return written.clone(memory_format=torch.contiguous_format)
+    return written.contiguous()
 
 
 def _sees_all(mask: Mask) -> bool:

@@ -7,10 +7,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from .nodes import Tree, node_fields
-from .paths import PLAIN, flatten
+from .paths import LEAVES, PLAIN, flatten
 
 
 def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
@@ -33,7 +31,7 @@ def map(function: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 # Both run over every parameter in every step. A tree alone cannot differ from another, and paths are only formatted for
 # an error. Entries of dicts that are all tensors need no step of Python each.
 def _map_one(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    if isinstance(tree, Tensor):
+    if isinstance(tree, LEAVES):
         return function(tree)
     if isinstance(tree, dict):
         if PLAIN.issuperset(builtins.map(type, tree.values())):

@@ -13,6 +13,9 @@ from torch import Tensor
 from .nodes import Tree, node_fields
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter))  # the types of most leaves
+# Types that are never nodes: flags of parameters are found to be leaves without a look for fields, which torch.compile
+# traces for tenths of a second.
+LEAVES = (Tensor, bool, int, float, str)
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
@@ -30,13 +33,13 @@ def flatten(tree: Tree) -> dict[str, Any]:
 
 
 def _walk(tree: Tree, path: str, into: dict[str, Any]) -> None:
-    if isinstance(tree, Tensor):
+    if isinstance(tree, LEAVES):
         into[path] = tree
     elif isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str) or "." in key or not key:
                 raise ValueError(f"The key {key!r} at {path or 'the root'!r} must be a non-empty string without a dot.")
-            if isinstance(value, Tensor):  # which needs no call of its own
+            if isinstance(value, LEAVES):  # which needs no call of its own
                 into[f"{path}.{key}" if path else key] = value
             else:
                 _walk(value, f"{path}.{key}" if path else key, into)
@@ -67,7 +70,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def _collect(tree: Tree, into: list[Any]) -> None:
-    if isinstance(tree, Tensor):
+    if isinstance(tree, LEAVES):
         into.append(tree)
     elif isinstance(tree, dict):
         values = tree.values()

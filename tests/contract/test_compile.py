@@ -48,7 +48,7 @@ MIXED, OTHER = segments((-3, 5, 4), (12,), (7, 1, -4)), segments((12,), (2, 9, -
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _compiled_anew() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()

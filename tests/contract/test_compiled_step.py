@@ -106,6 +106,7 @@ def test_each_form_of_weights(form: str, rows: int, graphs: CompileCounterWithBa
     dtype, bound = (torch.float32, 2e-6) if form == "packed" else (torch.bfloat16, 3e-2)
     for logits, wanted in both(made, ONE_LAYER, rows, dtype=dtype):
         assert off(logits, wanted) < bound
+    assert graphs.frame_count == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
@@ -155,16 +156,16 @@ def test_the_product_of_one_row(dtype: torch.dtype, bias: bool, graphs: CompileC
 @pytest.mark.slow
 def test_generate_compiles_its_steps(graphs: CompileCounterWithBackend) -> None:
     """The same draws as without, over more requests than slots. Packed weights, which no file of code can hold."""
-    params, prompts = P.packed(generic_params(SMALL)), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    params, prompts = P.packed(generic_params(ONE_LAYER)), [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
     settings: dict[str, Any] = {"slots": 2, "seeds": [3, 4, 5, 6], "sampling": train.Sampling(temperature=0.7)}
     for new in (5, 9):
-        wanted = train.generate(params, SMALL, prompts, max_new=new, **settings)
-        found = train.generate(params, SMALL, prompts, max_new=new, compile="step", **settings)
+        wanted = train.generate(params, ONE_LAYER, prompts, max_new=new, **settings)
+        found = train.generate(params, ONE_LAYER, prompts, max_new=new, compile="step", **settings)
         assert found.tokens == wanted.tokens
     assert graphs.frame_count == 2
-    step = fnmodels.compiled_step(SMALL)
+    step = fnmodels.compiled_step(ONE_LAYER)
     for _ in range(2):  # a step keeps its graph
-        found = train.generate(params, SMALL, prompts, max_new=9, compile=step, **settings)
+        found = train.generate(params, ONE_LAYER, prompts, max_new=9, compile=step, **settings)
         assert found.tokens == wanted.tokens
     assert graphs.frame_count == 3
 

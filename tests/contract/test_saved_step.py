@@ -16,6 +16,7 @@ from fnmodels.cache import saved
 from fnmodels.cache.saved import SavedStep, saved_step
 from tests.params.test_weight_forms import WIDE
 from tests.support.cases import Case, cases, generic_params, off, short
+from tests.support.traced import quickly_compiled
 from train.generation import compile_choice
 from train.generation.compile_choice import explain_compile, roomy
 
@@ -31,7 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder for the files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     saved._codes.clear()
-    yield tmp_path / "fnmodels"
+    with quickly_compiled():
+        yield tmp_path / "fnmodels"
     saved._codes.clear()
 
 

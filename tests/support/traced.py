@@ -1,4 +1,7 @@
-"""torch.compile without generated code, for tests of what is traced: a C++ compiler would take most of their time."""
+"""torch.compile for tests: without generated code where what is traced is tested, else with little of it.
+
+A C++ compiler would take most of their time.
+"""
 
 import contextlib
 import functools
@@ -37,11 +40,23 @@ def without_generated_code(*, lowered: bool = True) -> Iterator[list[Any]]:
         torch._dynamo.reset()
 
 
+@contextlib.contextmanager
+def quickly_compiled() -> Iterator[None]:
+    """Generated code has the flags of this package's own, whose precompiled headers other tests have made; the code of
+    AOTInductor that calls its loops is not optimized."""
+    from fnmodels.ops.torch_compilation import set_up_inductor
+
+    set_up_inductor()
+    flags = {"cpp.enable_floating_point_contract_flag": "fast", "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with sys.modules["torch"]._inductor.config.patch(flags):
+        yield
+
+
 def main(script: str) -> None:
     """Runs the script with the rest of the command line: `python -m tests.support.traced SCRIPT ...`."""
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(script).parent))
-    with without_generated_code():
+    with without_generated_code(lowered=False):
         runpy.run_path(script, run_name="__main__")
 
 

@@ -71,9 +71,11 @@ def check_steps(replays, optimizer, dtype=torch.float32, atol=1e-5, **options):
     """Seven steps, of which five are replays, while the rate and the step's number change."""
     step = make_step(loss, optimizer, compile="step", clip=1.0, **options)
     found = run(step, initial(optimizer, dtype), SEVEN)
-    plain = make_step(loss, optimizer, compile="step", clip=1.0, **options)
-    bits = without_graphs(plain, initial(optimizer, dtype), SEVEN)
     assert len(replays) == 5 and len(set(replays)) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured, "WARM_UPS", captured.WARM_UPS + len(SEVEN))  # calls of the compiled code alone
+        bits = run(step, initial(optimizer, dtype), SEVEN)
+    assert len(replays) == 5
     assert equal(found, bits)
     assert_close(found, run(make_step(loss, optimizer, clip=1.0, **options), initial(optimizer, dtype), SEVEN), atol)
 
@@ -324,7 +326,7 @@ def failing(after):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_model(replays, packed):
     config = llama_of()
-    optimizer = train.adamw(rate, spec=llama.spec(config))
+    optimizer = train.sgd(rate, momentum=0.9, spec=llama.spec(config))
     of_model = functools.partial(train.next_token_loss, config=config, z_loss=1e-3)
     batches = [tree.map(lambda t: t.to(DEVICE), each) for each in [drawn(config, packed, seed) for seed in range(5)]]
     step, plain = (make_step(of_model, optimizer, compile=how, clip=1.0) for how in ("step", "none"))

@@ -41,7 +41,7 @@ OPTIMIZERS = {
     "rounded": lambda: optim.with_stochastic_rounding(train.adamw(0.1), seed=0),
 }
 IN_BF16 = ("master", "rounded")
-SPLIT = ("adamw", "muon", "rounded")
+SPLIT = ("adamw", "rounded")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -79,7 +79,7 @@ def stale_moments(state, after, real=graph._write):
     ("place", "fault"), [("update", frozen_rate), ("_gradients", divided_twice), ("_write", stale_moments)]
 )
 def test_a_graph_with_a_fault_differs_from_eager_steps(graphs, monkeypatch, place, fault):
-    optimizer, options = train.adamw(rate, eps=1e-3), {"accumulate": 2}
+    optimizer, options = train.sgd(rate, momentum=0.9), {"accumulate": 2}
     eager = run(make_step(loss, optimizer, **options), init_state(params(), optimizer))
     if place == "update":  # once for all faults
         assert_close(run(make_step(loss, optimizer, compile="step", **options), init_state(params(), optimizer)), eager)
@@ -90,7 +90,7 @@ def test_a_graph_with_a_fault_differs_from_eager_steps(graphs, monkeypatch, plac
 
 
 def test_a_state_is_donated_in_place_and_kept_otherwise(graphs):
-    optimizer = train.adamw(0.1)
+    optimizer = train.sgd(0.1, momentum=0.9)
     first = init_state(params(), optimizer)
     tensors = tree.leaves(first)
     after, _ = make_step(loss, optimizer, compile="step")(first, BATCHES[0])
@@ -104,7 +104,7 @@ def test_a_state_is_donated_in_place_and_kept_otherwise(graphs):
 
 
 def test_an_update_that_is_not_finite_is_skipped(graphs):
-    optimizer = train.with_ema(train.adamw(rate), 0.9)
+    optimizer = train.with_ema(train.sgd(rate, momentum=0.9), 0.9)
     state, before = init_state(params(), optimizer), init_state(params(), optimizer)
     after, metrics = make_step(loss, optimizer, compile="step")(state, BATCHES[0] | {"y": BATCHES[0]["y"] * torch.inf})
     assert not metrics["finite"] and int(after.step) == 1
@@ -197,18 +197,15 @@ MODELS = tuple(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", MODELS, ids=str)
 def test_a_step_of_a_model_is_one_graph(lowered, case: Case):
-    """Of packed rows; the model whose layers only attend and are dense also of rows of one document."""
+    """Of packed rows: the two tests below have rows of one document."""
     config = shortest(case.config)
     family, weights = fnmodels.family_of(config), generic_params(config)
     optimizer = train.sgd(0.1, spec=family.spec(config))
     of_model = functools.partial(train.next_token_loss, config=config, z_loss=1e-3)
     eager, compiled = (make_step(of_model, optimizer, compile=how, inplace=False) for how in ("none", "step"))
-    state = init_state(weights, optimizer)
-    layouts = (True,) if is_routed(case.config) or is_ordered(case) else (True, False)
-    for packed in layouts:
-        batch = model_batch(config, packed)
-        assert_close(compiled(state, batch), eager(state, batch), atol=1e-4)
-    assert len(lowered) == len(layouts)
+    state, batch = init_state(weights, optimizer), model_batch(config, True)
+    assert_close(compiled(state, batch), eager(state, batch), atol=1e-4)
+    assert len(lowered) == 1
 
 
 def test_a_model_computes_in_another_dtype(lowered):

@@ -23,6 +23,7 @@ from fnmodels.ops.unread import within_unread
 from .onednn import dense, product, transposed
 
 _ONEDNN = torch.backends.mkldnn.is_available()
+_WITH_ONEDNN = (torch.float32, torch.bfloat16)
 _MIN_MULTIPLICATIONS = 1 << 24  # below it the Python overhead of a Function exceeds a tenth of the product
 # Rows of a bf16 product: with fewer, conversions cost more than widening gains, with and without bf16 instructions.
 _MIN_WIDENED_ROWS = 16
@@ -67,17 +68,19 @@ def uses_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `linear` of these calls `product` instead of F.linear."""
     if not (_ONEDNN and isinstance(weight, Tensor) and weight.ndim == 2 and x.ndim > 1):
         return False
-    compiled = torch.compiler.is_compiling()  # exported graphs have sizes that must not be compared
-    if not compiled and not is_large(x, weight):
-        return False  # early, for decoding has many small products
+    compiled = torch.compiler.is_compiling()
+    # Exported graphs have sizes that must not be compared, and so have compiled ones where no size decides.
+    if compiled and (torch.compiler.is_exporting() or not x.is_cpu or x.dtype not in _WITH_ONEDNN):
+        return False
+    if not is_large(x, weight):
+        return False  # early, for decoding has many small products, and tracing what follows takes longer than they do
     tensors = (x, weight) if bias is None else (x, weight, bias)
     return (
-        x.dtype in (torch.float32, torch.bfloat16)
+        x.dtype in _WITH_ONEDNN
         and (in_graph(*tensors) if compiled else bool(torch.backends.mkldnn.enabled))
         and all(isinstance(t, Tensor) and t.dtype is x.dtype for t in tensors)
         and x.shape[-1] == weight.shape[1]
         and (bias is None or bias.shape == weight.shape[:1])
-        and (not compiled or is_large(x, weight))
         and (compiled or is_plain_eager(*tensors))  # late, because it takes longer
         and (within_unread() or _gains(x, weight, bias is not None and not compiled))
     )
@@ -121,11 +124,11 @@ def _is_onednn(x: Tensor, weight: Tensor) -> bool:
 def _one_row(x: Tensor, weight: Tensor) -> bool:
     """Whether this is a product of one row in compiled code without gradients, as in decoding."""
     return (
-        isinstance(weight, Tensor)
+        not torch.is_grad_enabled()
+        and isinstance(weight, Tensor)
         and x.device.type == "cpu"
         and x.dtype is weight.dtype
         and x.dtype in (torch.float32, torch.bfloat16, torch.float16)  # the sum is in fp32
-        and not torch.is_grad_enabled()
         and all(size == 1 for size in x.shape[:-1])  # of sizes that are symbols, numel would make constants
         and weight.ndim == 2
         and x.shape[-1] == weight.shape[1]

@@ -43,6 +43,7 @@ from fnmodels.ops.attention.select import SHORT, Asks, attention, materialize
 from fnmodels.ops.attention.varlen import by_document, varlen_attention, varlen_window
 from fnmodels.ops.cpu.tiled import tiles_are_faster
 from tests.support.largest import Largest
+from tests.support.traced import quickly_compiled
 
 DOCS = Path(__file__).parents[3] / "docs" / "kernels.md"
 
@@ -1053,7 +1054,8 @@ def test_transforms_inside_of_compiled_code(kernel: str, transform: str) -> None
 def packaged(losses: list[Loss], x: Tensor, folder: Path) -> Tensor:
     """AOTInductor: code that runs without Python."""
     program = exported(lambda x: torch.stack([loss(x) for loss in losses]), x)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+    with quickly_compiled():
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
     return torch._inductor.aoti_load_package(path)(x)
 
 

@@ -357,10 +357,9 @@ def test_no_other_file_uses_private_names() -> None:
     ours = _own_names()
     found = [
         f"{path}:{node.lineno}: {name}"
-        for package in ("fnmodels", "params", "train")
-        for path in sorted((ROOT / package).rglob("*.py"))
+        for path in _files()
         if path not in allowed
-        for node in ast.walk(_parsed(path))
+        for node in _nodes(path)
         for name in (*_of_torch(node), *_of_objects(node, ours))
         if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
     ]
@@ -370,9 +369,15 @@ def test_no_other_file_uses_private_names() -> None:
         assert any(_of_objects(node, ours) for node in ast.walk(ast.parse(code)))
 
 
+def _files() -> list[Path]:
+    return [path for package in ("fnmodels", "params", "train") for path in sorted((ROOT / package).rglob("*.py"))]
+
+
 @functools.cache
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def _nodes(path: Path) -> list[ast.AST]:
+    """Those that have a name which may be private."""
+    named = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.ClassDef)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, named)]
 
 
 def _of_torch(node: ast.AST) -> list[str]:
@@ -395,7 +400,7 @@ BY_STRING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodca
 
 def _of_objects(node: ast.AST, ours: set[str]) -> list[str]:
     """Private names of objects that are read as attributes or by a string; `ours` may be read of self and cls."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in BY_STRING:
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in BY_STRING:
         names = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
     elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and ast.unparse(node) not in KNOWN:
         own = ast.unparse(node.value) in ("self", "cls", "super()") and node.attr in ours
@@ -410,15 +415,14 @@ def _of_objects(node: ast.AST, ours: set[str]) -> list[str]:
 def _own_names() -> set[str]:
     """What the classes of these packages define: methods, fields, and attributes that are assigned to self."""
     found = set()
-    for package in ("fnmodels", "params", "train"):
-        for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(_parsed(path)):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    found.add(node.attr)
-                elif isinstance(node, ast.ClassDef):
-                    methods = ast.FunctionDef | ast.AsyncFunctionDef
-                    found |= {item.name for item in node.body if isinstance(item, methods)}
-                    found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
+    for path in _files():
+        for node in _nodes(path):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.ClassDef):
+                methods = ast.FunctionDef | ast.AsyncFunctionDef
+                found |= {item.name for item in node.body if isinstance(item, methods)}
+                found |= {ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)}
     return found
 
 
@@ -449,10 +453,11 @@ def test_the_width_of_vectors_is_in_the_key_of_compiled_code(
         assert inductor.cpp.simdlen == 1
 
 
-def test_inductor_is_imported_without_collecting_garbage() -> None:
-    """And the collector is left as it was, which a second call shows as well as an import does."""
+def test_what_a_new_process_imports_and_finds() -> None:
+    """Inductor is imported without collecting garbage, and the collector is left as it was, which a second call shows
+    as well as an import does. Matrix tiles that oneDNN may not use are none."""
     program = """
-import gc, sys
+import gc, importlib, os, sys, torch
 from fnmodels.ops.torch_compilation import full_graph
 made = []
 gc.callbacks.append(lambda *_: made.append(1))
@@ -463,14 +468,7 @@ assert gc.isenabled()
 gc.disable()
 full_graph(abs)
 assert not gc.isenabled()
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_matrix_tiles_that_onednn_may_not_use_are_none() -> None:
-    program = """
-import importlib, os, torch
-from fnmodels.ops import torch_compilation, torch_internals
+from fnmodels.ops import torch_internals
 limits = {"ALL": True, "avx10_1_512_amx": True, "AVX512_CORE_BF16": True, "AVX2": True, "DEFAULT": False}
 for limit, tiles in limits.items():
     torch.cpu.get_capabilities = lambda: {"amx_bf16": tiles}

@@ -99,7 +99,13 @@ def test_gauss_newton_and_fisher_products_are_those_of_dense_matrices() -> None:
     torch.testing.assert_close(found, -each @ torch.linalg.solve(damped, DIRECTION), rtol=1e-8, atol=1e-9)
 
 
-def test_compiled_products_are_those_of_eager_blocks() -> None:
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Sizes that another test had would become symbolic, and tracing take ten times as long."""
+    torch.compiler.reset()
+
+
+def test_compiled_products_are_those_of_eager_blocks(fresh_compiler: None) -> None:
     """Of experts too, whose blocks return counts beside floating outputs."""
     config = next(case.config for case in cases() if case.name == "mixtral")
     config = dataclasses.replace(config, num_hidden_layers=1, layer_kinds=("full_moe",))
@@ -129,7 +135,7 @@ def test_compiled_products_are_those_of_eager_blocks() -> None:
         research.hvp(lambda p, b: of_params(dict(p), b), params, inputs, compile="aot_eager")(direction)
 
 
-def test_train_losses_compile_and_their_tuple_is_refused() -> None:
+def test_train_losses_compile_and_their_tuple_is_refused(fresh_compiler: None) -> None:
     packed = fnmodels.pack(DOCUMENTS, 8)
     batch = packed.batch()
 
