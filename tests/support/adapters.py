@@ -22,6 +22,7 @@ from tests.support.one_process import (
     One,
     batch,
     batch_for,
+    by_one_rank,
     config_of,
     error,
     even,
@@ -95,8 +96,14 @@ def structures() -> tuple[str, ...]:
 
 
 def covering() -> list[str]:
-    """Few models that have the weights of all structures between them: a role follows from one weight."""
-    return fewest({name: structure(name) for name in structures()})
+    """Few and small models that have the weights of all structures between them: a role follows from one weight."""
+    return fewest({name: structure(name) for name in structures()}, cost=leaves_of)
+
+
+def leaves_of(name: str) -> int:
+    """What a test on a model takes, in units of a parameter; to begin costs as much as some of them."""
+    config = setting_of(name).config
+    return 20 + len(tree.flatten(fnmodels.family_of(config).spec(config)))
 
 
 def adapted(setting: Setting, weights: Any, **how: Any) -> Any:
@@ -110,7 +117,11 @@ def noisy(path: str, leaf: Any) -> Any:
 
 @functools.cache
 def one_process(name: str, vocab: bool) -> tuple[One, Any]:
-    """(the reference, the params with adapters with which it begins)."""
+    """(the reference, the leaves of the params with adapters with which it begins)."""
+    return by_one_rank(f"adapters-{name}-{vocab}", lambda: computed(name, vocab))
+
+
+def computed(name: str, vocab: bool) -> tuple[One, dict[str, Any]]:
     setting = setting_of(name)
     params = with_paths(noisy, adapted(setting, setting.weights(), targets=setting.targets(vocab=vocab)))
     optimizer = optimizer_of(setting, params)
@@ -118,7 +129,7 @@ def one_process(name: str, vocab: bool) -> tuple[One, Any]:
     learning = [path for path, leaf in tree.flatten(lora.spec(setting.config, params)).items() if leaf.trainable]
     grads = {path: grad.clone() for path, grad in zip(learning, sums.grads, strict=True)}
     state, metrics = update(optimizer, train.init_state(params, optimizer), sums, clip=CLIP)
-    return One(grads, tree.flatten(state.params), metrics), params
+    return One(grads, tree.flatten(state.params), metrics), tree.flatten(params)
 
 
 def optimizer_of(setting: Setting, params: Any) -> train.Optimizer:
@@ -136,8 +147,8 @@ def errors_of(
     plan = stage_plan(plan, config, devices(mesh), how) if mesh.pp > 1 else plan
     whole = tree.flatten(setting.weights())
     bare = with_paths(lambda path, how: how.distribute(whole[path][how.local_box()].clone()), plan)
-    held, filled = adapted(setting, bare, targets=setting.targets(vocab=vocab)), tree.flatten(start)
-    held = with_paths(lambda path, leaf: _like(leaf, filled[path]), held)
+    held = adapted(setting, bare, targets=setting.targets(vocab=vocab))
+    held = with_paths(lambda path, leaf: _like(leaf, start[path]), held)
     optimizer, grads = optimizer_of(setting, held), list[Any]()
     step = train.make_step(setting.loss, optimizer, clip=CLIP, mesh=mesh, strategy=how, **options or {})
     with watched(grads):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import dtensor_like
 from fnmodels.tree import Tree
 
 from .collectives import all_gather
@@ -51,6 +52,8 @@ def placed_like(local: Tensor, leaf: Tensor) -> Tensor:
     with torch.no_grad():
         if leaf.to_local() is local:
             return leaf
+    if (quick := dtensor_like(local, leaf)) is not None:
+        return quick
     made: Tensor = DTensor.from_local(
         local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
     )

@@ -170,7 +170,7 @@ def faults_of(kind: str, over: str, rows: str) -> dict[str, str]:
         for name in ("_AllGather", "_Sum", "_ReduceScatter"):
             kind_of = getattr(collectives, name)
             patch.setattr(kind_of, "run", noted(kind_of.run, name, sent))
-        return {"as it is": said(batch)} | faults(batch, said)
+        return {"as it is": said(batch)} | faults(batch, said, REFUSED[kind])
 
 
 def noted(run: Callable[..., Any], name: str, sent: list[str]) -> Callable[..., Any]:
@@ -181,10 +181,12 @@ def noted(run: Callable[..., Any], name: str, sent: list[str]) -> Callable[..., 
     return noting
 
 
-def faults(batch: Batch, said: Callable[[Batch], str]) -> dict[str, str]:
+def faults(batch: Batch, said: Callable[[Batch], str], refused: dict[str, tuple[float, ...]]) -> dict[str, str]:
+    """Two values of each entry that is refused; of the others, with which a step is taken, one."""
     found: dict[str, str] = {}
     for name, tensor in batch.items():
         values = (float("nan"), -1.0) if tensor.is_floating_point() else (ONE, -7)
+        values = values if name in refused else values[:1]
         found |= {f"{name} {value}": said(spoiled(batch, name, value)) for value in values}
     return found
 

@@ -16,7 +16,7 @@ from fnmodels.models.common import context
 from fnmodels.ops.dropout import Dropout, Noise
 from tests.support import masks
 from tests.support.cases import generic_params
-from tests.support.one_process import CLIP, LENGTH, batch, config_of, error, optimizer_of, placed, worst
+from tests.support.one_process import CLIP, LENGTH, batch, by_one_rank, config_of, error, optimizer_of, placed, worst
 from tests.support.ranks_pool import Ranks
 from train.comm.dtensor import local_tree
 from train.parallel import Mesh, Strategy
@@ -39,9 +39,37 @@ PLANTS = {plant.__name__: plant for plant in (one_shard_of_neurons, one_shard_of
 
 
 def planted(plant: str, *job: Any) -> dict[str, Any]:
+    alone(job[0], None)  # before it is spoiled
     with pytest.MonkeyPatch.context() as patch:
         PLANTS[plant](patch)
         return stepped(*job)
+
+
+class Setting:
+    """A model with dropout, its loss and optimizer, rows with keys and without, and a recorder of its masks."""
+
+    def __init__(self, name: str, layers: int | None) -> None:
+        self.config = dataclasses.replace(config_of(name, layers), dropout=RATES)
+        self.loss = functools.partial(train.next_token_loss, config=self.config, length=LENGTH)
+        self.optimizer, self.rows = optimizer_of(name, layers), batch()
+        valid = self.rows["segment_ids"] > 0
+        keys = masks.keyed(noise_keys(7, self.rows["positions"], self.rows["segment_ids"]), valid)
+        self.recording = functools.partial(masks.recording, keys, valid, self.config.num_hidden_layers)
+        self.keyed = self.rows | {"rng": keys}
+
+
+def alone(name: str, layers: int | None) -> tuple[dict[str, Any], dict[str, Any], float, Any]:
+    """Of one process: the parameters after a step, its metrics, how far one without dropout is from it, its masks."""
+    return by_one_rank(f"dropout-{name}-{layers}", lambda: _alone(Setting(name, layers)))
+
+
+def _alone(its: Setting) -> tuple[dict[str, Any], dict[str, Any], float, Any]:
+    step, params = train.make_step(its.loss, its.optimizer, clip=CLIP), generic_params(its.config)
+    with its.recording() as whole:
+        one, metrics = step(train.init_state(params, its.optimizer), its.keyed)
+    off, _ = step(train.init_state(params, its.optimizer), its.rows)
+    apart = max(map(error, tree.leaves(off.params), tree.leaves(one.params)))
+    return tree.flatten(one.params), metrics, apart, masks.written(whole.grids)
 
 
 def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -50,27 +78,17 @@ def stepped(name: str, text: str, strategy: dict[str, Any], options: dict[str, A
     counts: how often a mask was made in the layers, at most.
     """
     mesh, how, layers = Mesh.parse(text), Strategy(**strategy), 3 if "pp" in text else None
-    config = dataclasses.replace(config_of(name, layers), dropout=RATES)
-    loss = functools.partial(train.next_token_loss, config=config, length=LENGTH)
-    optimizer, rows = optimizer_of(name, layers), batch()
-    valid = rows["segment_ids"] > 0
-    keys = masks.keyed(noise_keys(7, rows["positions"], rows["segment_ids"]), valid)
-    recording = functools.partial(masks.recording, keys, valid, config.num_hidden_layers)
-    keyed, params = rows | {"rng": keys}, generic_params(config)
-    with recording() as whole:
-        one, expected = train.make_step(loss, optimizer, clip=CLIP)(train.init_state(params, optimizer), keyed)
-    off, _ = train.make_step(loss, optimizer, clip=CLIP)(train.init_state(params, optimizer), rows)
-
+    its = Setting(name, layers)
+    after, expected, apart, whole = alone(name, layers)
     placed_params = placed(name, mesh, strategy=how, layers=layers)
-    step = train.make_step(loss, optimizer, clip=CLIP, mesh=mesh, strategy=how, **options)
-    with recording() as own:
-        state, metrics = step(train.init_state(placed_params, optimizer), keyed)
-    after, shards = tree.flatten(one.params), tree.flatten(shardings(state.params))
-    held = tree.flatten(local_tree(state.params))
+    step = train.make_step(its.loss, its.optimizer, clip=CLIP, mesh=mesh, strategy=how, **options)
+    with its.recording() as own:
+        state, metrics = step(train.init_state(placed_params, its.optimizer), its.keyed)
+    shards, held = tree.flatten(shardings(state.params)), tree.flatten(local_tree(state.params))
     found = {path: error(leaf, after[path][shards[path].local_box()]) for path, leaf in held.items()}
     found |= {key: error(metrics[key].double(), expected[key].double()) for key in ("loss", "count", "grad_norm")}
-    found["off"] = max(map(error, tree.leaves(off.params), tree.leaves(one.params)))
-    grids = {"own": masks.written(own.grids)} | ({"whole": masks.written(whole.grids)} if dist.get_rank() == 0 else {})
+    found["off"] = apart
+    grids = {"own": masks.written(own.grids)} | ({"whole": whole} if dist.get_rank() == 0 else {})
     return {"errors": found, **grids, "counts": max(n for (_, layer), n in own.counts.items() if layer >= 0)}
 
 

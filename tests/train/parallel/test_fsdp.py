@@ -10,16 +10,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fnmodels import tree
+from fnmodels.ops.torch_internals import dtensor_like
 from params import Rules, plan
 from tests.support.cases import generic_params
 from tests.support.copies import may_differ
-from tests.support.one_process import batch, config_of, loss_of, one_process, optimizer_of, placed, spec_of, worst
+from tests.support.one_process import (
+    batch,
+    by_one_rank,
+    config_of,
+    loss_of,
+    one_process,
+    optimizer_of,
+    placed,
+    spec_of,
+    worst,
+)
 from tests.support.ranks_pool import Ranks, devices
-from train import adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
+from train import Optimizer, adafactor, checkpoint, init_state, lion, make_step, muon, partition, sgd, sharded, with_ema
 from train.comm import collectives
-from train.comm.dtensor import local_tree
+from train.comm.dtensor import local_tree, placed_like
 from train.parallel import NAMES, Mesh, Strategy, fsdp, placement, update
 from train.parallel.batch_shards import own_rows
 
@@ -181,23 +193,32 @@ def test_updates_of_parts_are_those_of_the_whole(ranks: Ranks, mesh: str) -> Non
     assert worst(found)[0] < 2e-5, worst(found)
 
 
+def muon_of(name: str) -> Optimizer:
+    matrices = with_ema(muon(0.004), 0.9) if name == "deepseek" else muon(0.02, match_adamw=True)
+    return partition({"layers.*proj": matrices, "*": sgd(0.0, spec=spec_of(name))})
+
+
+def muon_alone(name: str) -> dict[str, Tensor]:
+    """The parameters of one process after two steps."""
+    optimizer = muon_of(name)
+    state, step = init_state(generic_params(config_of(name)), optimizer), make_step(loss_of(name), optimizer)
+    for _ in range(2):
+        state, _ = step(state, batch())
+    return tree.flatten(state.params)
+
+
 def muons(name: str, mesh_text: str, damage: bool = False) -> dict[str, float]:
     """{leaf: how far it is from one process after two steps}, in norm, to how far it went."""
-    mesh = Mesh.parse(mesh_text)
-    matrices = with_ema(muon(0.004), 0.9) if name == "deepseek" else muon(0.02, match_adamw=True)
-    optimizer = partition({"layers.*proj": matrices, "*": sgd(0.0, spec=spec_of(name))})
-    one, many = init_state(generic_params(config_of(name)), optimizer), init_state(placed(name, mesh), optimizer)
+    mesh, optimizer = Mesh.parse(mesh_text), muon_of(name)
+    whole, many = by_one_rank(f"muon-{name}", lambda: muon_alone(name)), init_state(placed(name, mesh), optimizer)
     before = tree.flatten(generic_params(config_of(name)))
     with pytest.MonkeyPatch.context() as patch, may_differ():
         if damage:
             patch.setattr(update, "_on_matrices", lambda _: lambda path, function, x: function(x))
-        alone = make_step(loss_of(name), optimizer)
         together = make_step(loss_of(name), optimizer, mesh=mesh, accumulate=mesh.pp)
         for _ in range(2):
-            one, _ = alone(one, batch())
             many, _ = together(many, batch())
-    where, whole = tree.flatten(placement.shardings(many.params)), tree.flatten(one.params)
-    found = {}
+    where, found = tree.flatten(placement.shardings(many.params)), {}
     for path, leaf in tree.flatten(local_tree(many.params)).items():
         if path.endswith("proj"):
             here = where[path].local_box()
@@ -372,3 +393,26 @@ def leaves_refused() -> None:
 
 def test_leaves_that_cannot_be_gathered_are_named(ranks: Ranks) -> None:
     ranks(2)(leaves_refused)
+
+
+def placed_as_a_leaf() -> list[bool]:
+    """Whether a tensor without a gradient becomes the DTensor that torch makes; one with a gradient keeps it."""
+    leaf: Any = tree.flatten(placed("llama", Mesh(fsdp=2)))["embed_tokens"]
+    right = [dtensor_like(leaf.to_local().clone(), leaf) is None]  # a gradient would be recorded
+    for local in (leaf.to_local().clone(), leaf.to_local().double()):
+        with torch.no_grad():
+            found: Any = placed_like(local, leaf)
+            right.append((dtensor_like(local, leaf) is None) == (local.dtype != leaf.dtype))
+        wanted: Any = DTensor.from_local(
+            local, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
+        )
+        for read in ("dtype", "shape", "placements", "device_mesh", "device", "requires_grad"):
+            right.append(getattr(found, read) == getattr(wanted, read))
+        right.append(found.stride() == wanted.stride() and found.to_local().data_ptr() == local.data_ptr())
+    learning = leaf.to_local().clone().requires_grad_()
+    (grad,) = torch.autograd.grad(placed_like(2 * learning, leaf).to_local().sum(), learning)
+    return [*right, bool((grad == 2).all())]
+
+
+def test_a_tensor_is_placed_as_a_leaf(ranks: Ranks) -> None:
+    assert all(map(all, ranks(2)(placed_as_a_leaf)))

@@ -18,7 +18,7 @@ from params import lora
 from params.quantized.kept import KeptWeight
 from tests.params.quantized import test_block_scales as blocks
 from tests.params.quantized import test_integers as integers
-from tests.support.one_process import batch, error, worst
+from tests.support.one_process import batch, by_one_rank, error, worst
 from tests.support.ranks_pool import Ranks, devices
 from train.comm.dtensor import local_tree
 from train.optim.base import with_paths
@@ -107,20 +107,34 @@ def adapted(config: Any, params: Any) -> Any:
     return lora.add(config, params, rank=3, alpha=6.0, targets=targets, seed=4)
 
 
+def alone(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Any]]]:
+    """Of one process on dense weights: the leaves with adapters, those after two steps, and the metrics of each."""
+    config, write = FILES[name]
+    with tempfile.TemporaryDirectory() as place:
+        write(Path(place), config)
+        params = with_paths(noisy, adapted(config, P.load_pretrained(place, dtype=torch.float64)[1]))
+    optimizer = train.adamw(1e-2, eps=1e-3, spec=lora.spec(config, params))
+    step = train.make_step(functools.partial(train.next_token_loss, config=config), optimizer, clip=0.5)
+    state, metrics = train.init_state(params, optimizer), []
+    for _ in range(2):
+        state, of_step = step(state, batch())
+        metrics.append(of_step)
+    return tree.flatten(params), tree.flatten(state.params), metrics
+
+
 def errors_of(name: str, over: str, strategy: dict[str, Any], options: dict[str, Any]) -> dict[str, float]:
     """{what: how far it is from one process}: adapters, loss and gradient norm of two steps."""
     (config, write), mesh = FILES[name], Mesh.parse(over)
+    filled, whole_after, expected = by_one_rank(f"kept-{name}", lambda: alone(name))
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as place:
         write(Path(place), config)
-        _, whole = P.load_pretrained(place, dtype=torch.float64)
         plan = P.plan(family_of(config).spec(config), rules_of(mesh, config), devices(mesh))
         _, kept = P.load_pretrained(place, dtype=torch.float64, keep_quantized=True, plan=plan)
     nodes = [leaf for leaf in lora_leaves(kept) if isinstance(leaf, KeptWeight)]
     assert len(nodes) == 7 * config.num_hidden_layers
-    one, many = adapted(config, whole), adapted(config, kept)
-    one = with_paths(noisy, one)
-    filled, shards = tree.flatten(one), tree.flatten(shardings(many))
+    many = adapted(config, kept)
+    shards = tree.flatten(shardings(many))
     many = with_paths(
         lambda path, leaf: (
             shards[path].distribute(filled[path][shards[path].local_box()].clone())
@@ -131,21 +145,16 @@ def errors_of(name: str, over: str, strategy: dict[str, Any], options: dict[str,
     )
     stored = [leaf.clone() for leaf in tree.leaves(local_tree(kept))]
     loss = functools.partial(train.next_token_loss, config=config)
-    states, steps = [], []
-    for params, more in ((one, {}), (many, {"mesh": mesh, "strategy": Strategy(**strategy), **options})):
-        optimizer = train.adamw(1e-2, eps=1e-3, spec=lora.spec(config, params))
-        states.append(train.init_state(params, optimizer))
-        steps.append(train.make_step(loss, optimizer, clip=0.5, **more))
-    for _ in range(2):
-        results = [step(state, batch()) for step, state in zip(steps, states, strict=True)]
-        states = [state for state, _ in results]
-        for metric in ("loss", "grad_norm"):
-            found[metric] = error(results[1][1][metric], results[0][1][metric])
-    after, whole_after = tree.flatten(local_tree(states[1].params)), tree.flatten(states[0].params)
-    for path, leaf in after.items():
+    optimizer = train.adamw(1e-2, eps=1e-3, spec=lora.spec(config, many))
+    step = train.make_step(loss, optimizer, clip=0.5, mesh=mesh, strategy=Strategy(**strategy), **options)
+    state = train.init_state(many, optimizer)
+    for wanted in expected:
+        state, metrics = step(state, batch())
+        found |= {metric: error(metrics[metric], wanted[metric]) for metric in ("loss", "grad_norm")}
+    for path, leaf in tree.flatten(local_tree(state.params)).items():
         if path.endswith((".a", ".b")):
             found[path] = error(leaf, whole_after[path][shards[path].local_box()])
-    untouched = tree.leaves(local_tree(lora.weights(states[1].params)))
+    untouched = tree.leaves(local_tree(lora.weights(state.params)))
     assert all(torch.equal(x, y) for x, y in zip(untouched, stored, strict=True))
     full = sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(kept))
     share = sum(leaf.nbytes for leaf in stored) / full

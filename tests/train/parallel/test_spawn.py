@@ -101,21 +101,21 @@ def test_it_makes_the_run_of_one_process_and_ctrl_c_reaches_all(
 ) -> None:
     """Stopped by Ctrl-C, and gone on with as a user does, whose processes are spawned."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    more = ("--steps", "40", "--save-every", "40", "--eval-every", "20")  # seldom: each takes longer than a step
+    more = ("--steps", "24", "--save-every", "24", "--eval-every", "12")  # seldom: each takes longer than a step
     with start(forks, tmp_path / "two", "--mesh", "fsdp=2", *more) as started:
         started.in_its_third_step()
         os.killpg(started.process, signal.SIGINT)
         done = started.done.result(300)
     assert done.returncode == 130, done.stderr
     assert done.stderr.strip() == "stopping after this step, then saving; once more to stop at once"
-    (step,) = re.findall(r"^stopped at step (\d+) of 40, saved; resume with: ", done.stdout, re.MULTILINE)
-    assert 2 <= int(step) < 40
+    (step,) = re.findall(r"^stopped at step (\d+) of 24, saved; resume with: ", done.stdout, re.MULTILINE)
+    assert 2 <= int(step) < 24
     assert (tmp_path / "two" / "steps" / f"step-{int(step):08d}" / "progress.json").exists()
 
     flags = words(tmp_path / "two", "--mesh", "fsdp=2", "--nproc", "2", "--resume", *more)
     command, own = [sys.executable, "-m", "train", *flags], environment(tmp_path / "two")
     done = subprocess.run(command, env={**os.environ, **own}, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and not done.stderr and f"resuming at step {step} of 40" in done.stdout
+    assert done.returncode == 0 and not done.stderr and f"resuming at step {step} of 24" in done.stdout
     assert main(words(tmp_path / "one", *more)) == 0
     assert_close(losses(tmp_path / "two"), losses(tmp_path / "one"))
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two")]
