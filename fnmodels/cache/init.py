@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fnmodels import tree
 from fnmodels.inputs.mask import Mask, MaskLike, attention_part
-from fnmodels.inputs.rules import Rule
+from fnmodels.inputs.rules import reach_of
 from fnmodels.models.common.carried import left_like, stream_shape
 from fnmodels.models.common.context import Context
 from fnmodels.models.common.family import (
@@ -26,8 +26,6 @@ from fnmodels.options import ForwardOptions
 from fnmodels.tree import Tree
 
 from .value import Cache, Slots, known_clean
-
-_LONGEST_PERIOD = 1 << 20  # of a rule whose reach is computed position by position
 
 
 def init_cache(
@@ -124,18 +122,10 @@ def _empty_slots(
     if not isinstance(mask, Mask) or (mask.kv_spans is None and mask.rule.visible((0, 0))[1] > 0):
         what = mask.rule if isinstance(mask, Mask) else type(mask).__name__
         raise ValueError(f"Layers of kind {kind!r} have the mask {what}, under which tokens see later ones: no cache.")
-    reach = _reach(mask.rule) if rings else math.inf
+    reach = reach_of(mask.rule) if rings else math.inf
     ring = reach < capacity
     empty = torch.zeros(batch, int(min(reach, capacity)), dtype=torch.long, device=device)
     return Slots(empty, empty.clone(), None if mask.kv_spans is None else empty.clone(), ring)
-
-
-def _reach(rule: Rule) -> float:
-    """The longest span of positions, its own included, that a query sees back; infinity where it is not known."""
-    period = rule.period()
-    if not 0 < period <= _LONGEST_PERIOD:
-        return math.inf
-    return max(q - rule.visible((q, q))[0] + 1 for q in range(period))
 
 
 class _Recorder(Context):

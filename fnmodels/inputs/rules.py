@@ -22,6 +22,7 @@ class Tokens(NamedTuple):
 
 
 Range = tuple[int, int]  # first and last position, both included
+_LONGEST_PERIOD = 1 << 20  # of a rule whose reach is computed position by position
 
 
 @dataclass(frozen=True)
@@ -243,3 +244,11 @@ def simplify(rule: Rule, q: Range, kv: Range) -> Rule:
         left, right = simplify(rule.left, q, kv), simplify(rule.right, q, kv)
         return right if left == Everything() else left if right == Everything() else And(left, right)
     return rule
+
+
+def reach_of(rule: Rule) -> float:
+    """The longest span of positions, its own included, that a query sees back; infinity where it is not known."""
+    period = rule.period()
+    if not 0 < period <= _LONGEST_PERIOD:
+        return math.inf
+    return max(q - rule.visible((q, q))[0] + 1 for q in range(period))

@@ -186,9 +186,13 @@ def chosen(keys: Keys, choices: Tensor) -> Tensor:
 def chosen_places(keys: Keys, choices: Tensor) -> Choice:
     """`chosen` as the places of those keys, whose memory is linear in k. ValueError for masks that differ by head."""
     index, known = _places(keys, choices)
-    known = known & _visible(keys.mask, index)
-    known = known if keys.among is None else known & keys.among.gather(-1, index)
-    return named_once(index, known, keys.positions.shape[1])
+    return named_once(index, known & visible(keys, index), keys.positions.shape[1])
+
+
+def visible(keys: Keys, index: Tensor) -> Tensor:
+    """bool [B, Q, k]: whether queries may choose the keys at index [B, Q, k]."""
+    seen = _visible(keys.mask, index)
+    return seen if keys.among is None else seen & keys.among.gather(-1, index)
 
 
 def _places(keys: Keys, choices: Tensor) -> tuple[Tensor, Tensor]:

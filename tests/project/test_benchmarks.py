@@ -232,6 +232,7 @@ def test_recurrent_cp(output: Output) -> None:
 def test_sparse(output: Output) -> None:
     out = output("sparse.py", "--quick")
     assert out.count(" | sparse | ") == 4 == out.count(" | dense | ") and out.count("indexer: scores") == 2, out
+    assert out.count(" | sparse, windows of ") == 4 == out.count(" | dense, windows of "), out
 
 
 @pytest.mark.slow

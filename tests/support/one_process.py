@@ -69,7 +69,9 @@ SEQUENTIAL = {
 }
 NORMED = {"muse_spark": "muse_spark_text"}  # what each expert returns
 STREAMS = {name: name for name in ("deepseek_v4", "deepseek_v41", "deepseek_v41_plain")}
-GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}  # by kernel="sparse"
+# by kernel="sparse"
+GATHERED = {"gathered": "deepseek_v32", "gathered_blocks": "minimax_m3"}
+GATHERED |= {"gathered_windows": "deepseek_v4", "gathered_shared_windows": "deepseek_v41"}
 BLOCKS = {"minimax_m3": "minimax_m3"}  # choices of blocks of keys, by head of keys
 # with a summand that goes on to the next layer; with tables in layers, and a convolution
 NGRAMS = {name: name for name in ("longcat_flash_ngram", "qwen4_exp_ngrams")}

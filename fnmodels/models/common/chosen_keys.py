@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fnmodels.inputs.convert import shape_of
 from fnmodels.inputs.mask import MaskLike
-from fnmodels.ops.attention.choice import reads_choices
+from fnmodels.ops.attention.choice import Choice, reads_choices
 from fnmodels.ops.indexer import (
     Indexer,
     all_visible,
@@ -54,21 +54,21 @@ class ChoiceHooks:
         return seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Tensor | None, *, indexer: Any, keys: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, choices: Tensor | None, *, indexer: Any, keys: Any
     ) -> Tensor | None:
-        """The windows that are read: `among`, made of the other arguments without gradients.
+        """The names of the windows that are read: `choices`, made of the other arguments without gradients.
 
         inputs: x [B, S, D] and what queries are projected from, without gradients. keys: a function that returns
         `WindowKeys` of the index keys of all windows, with gradients.
         """
-        return among
+        return choices
 
     def saw_windows(
-        self, q: Tensor, keys: Tensor, seen: Tensor, tokens: int, *, scale: float, sinks: Tensor | None
+        self, q: Tensor, keys: Tensor, seen: Tensor | Choice, tokens: int, *, scale: float, sinks: Tensor | None
     ) -> None:
         """Attention of q [B, Q, N, H] over keys [B, K, 1, H], of which the first are of tokens and the rest of windows.
 
-        seen: bool [B, 1, Q, K]. tokens: how many keys are of tokens.
+        seen: bool [B, 1, Q, K], or their places. tokens: how many keys are of tokens.
         """
 
 

@@ -326,11 +326,11 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Any, config: Config, 
     else:
         how = Compressor("window", "indexer" in weights, eps, rotate)
         windows = window_keys(ctx, weights["compressor"], x, mask["windows"], freqs["start"], how=how)
-        among = None
+        choices = None
         if "indexer" in weights:
             indexer, own = Indexer(config.index_topk, rotate), replace(how, name="index")
-            among = choose_windows(ctx, weights["indexer"], (x, latent), mask, freqs, indexer=indexer, how=own)
-        z = attend_to_windows(ctx, q, kv, mask, windows, among=among, scale=scale, sinks=weights["sinks"])
+            choices = choose_windows(ctx, weights["indexer"], (x, latent), mask, freqs, indexer=indexer, how=own)
+        z = attend_to_windows(ctx, q, kv, mask, windows, choices=choices, scale=scale, sinks=weights["sinks"])
     return project_heads(weights, rotated_back(z, table), config.o_lora_rank)
 
 

@@ -318,8 +318,8 @@ def _attention(weights: Tree, x: Tensor, mask: Any, freqs: Any, config: Config, 
     kv = rotate(kv, table)
     if isinstance(freqs, Mapping):
         how: dict[str, Any] = {"config": config, "kind": kind, "rotate": rotate}
-        windows, among = shared_keys(ctx, weights, (x, latent), mask, freqs, **how)
-        z = attend_to_windows(ctx, q, kv, mask, windows, among=among, scale=scale, sinks=weights["sinks"])
+        windows, choices = shared_keys(ctx, weights, (x, latent), mask, freqs, **how)
+        z = attend_to_windows(ctx, q, kv, mask, windows, choices=choices, scale=scale, sinks=weights["sinks"])
     else:
         z = ctx.attend(q, kv, kv, mask, scale=scale, sinks=weights["sinks"])
     return project_heads(weights, rotated_back(z, table), config.o_lora_rank)

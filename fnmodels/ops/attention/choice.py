@@ -9,6 +9,7 @@ from torch import Tensor
 from fnmodels import tree
 
 WORTH = 3  # times as many keys as are chosen, from which on gathering them is faster than a mask: measured on CPUs
+READ_ONCE = 2 / 3  # the cost of keys that are their own values, which are gathered once, beside that of keys and values
 SHARED = 8  # query heads that share a head of keys, below which gathered keys are read too seldom to pay
 
 
@@ -40,11 +41,17 @@ class Choice:
         return mask.scatter(-1, index, torch.ones_like(self.seen))[..., : self.keys].unflatten(0, (-1, self.groups))
 
     def pays(self, heads: int, groups: int, *, cost: float = 1.0) -> bool:
-        """Whether gathering the chosen keys is faster than a dense mask, for `heads` of queries and `groups` of keys.
+        """`gathering_pays` for these keys."""
+        return gathering_pays(self.keys, self.index.shape[-1], heads, groups, cost=cost)
 
-        cost: what a gathered key takes to multiply, in units of one under the dense mask.
-        """
-        return heads >= SHARED * groups and self.keys >= WORTH * cost * self.index.shape[-1]
+
+def gathering_pays(keys: int, count: int, heads: int, groups: int, *, cost: float = 1.0) -> bool:
+    """Whether gathering `count` chosen of `keys` keys is faster than a dense mask.
+
+    For `heads` of queries and `groups` of keys. cost: what a gathered key takes to multiply, in units of one under the
+    dense mask.
+    """
+    return heads >= SHARED * groups and keys >= WORTH * cost * count
 
 
 def named_once(index: Tensor, seen: Tensor, keys: int) -> Choice:

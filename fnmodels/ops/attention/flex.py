@@ -32,21 +32,7 @@ def flex_attention(
     from torch.nn.attention import flex_attention as flex
 
     if q.is_cpu:
-        if _needs_grad(q, k, v):
-            raise NotImplementedError(
-                'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
-                'kernel="math" supports every transform.'
-            )
-        if sinks is not None:
-            raise ValueError(
-                'kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.'
-            )
-        if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                f'kernel="flex" runs in fp32, fp16 and bf16 on the CPU, not in {q.dtype}; "blocks" (with a layout), '
-                '"sdpa" and kernel="math" do.'
-            )
-        q, k, v = q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
+        q, k, v = _on_the_cpu(q, k, v, sinks)
     value_width = v.shape[-1]
     if q.is_cuda:  # zero padding does not change scores; the output is truncated again
         q, k, v = (F.pad(t, (0, max(0, MIN_HEAD_DIM - t.shape[-1]))) for t in (q, k, v))
@@ -66,6 +52,23 @@ def flex_attention(
     if sinks is not None:  # the sink scales down the probabilities of all keys equally
         out = out * torch.sigmoid(aux.lse - upcast(sinks)[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)[..., :value_width]
+
+
+def _on_the_cpu(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(q, k, v) without gradients; an error for what torch's kernel cannot do there."""
+    if _needs_grad(q, k, v):
+        raise NotImplementedError(
+            'kernel="flex" has no backward on the CPU: kernel="blocks" (with a layout) and "sdpa" train there, '
+            'kernel="math" supports every transform.'
+        )
+    if sinks is not None:
+        raise ValueError('kernel="flex" has no sinks on the CPU; "blocks" (with a layout), "sdpa", kernel="math" have.')
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f'kernel="flex" runs in fp32, fp16 and bf16 on the CPU, not in {q.dtype}; "blocks" (with a layout), '
+            '"sdpa" and kernel="math" do.'
+        )
+    return q.detach(), k.detach(), v.detach()  # torch refuses what requires a gradient even under no_grad
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

@@ -19,7 +19,7 @@ from fnmodels.ops.autograd_guard import first_order
 from fnmodels.options import Kernel, Tap
 
 from .checks import SHORT, check_layout, check_shapes, layout_at_hand
-from .choice import Choice
+from .choice import READ_ONCE, Choice
 from .choice_tiles import choice_block_mask
 from .kernels import BY_FORM, FORMS, HALF, KERNELS, Scoring, accepted_by, check_device, check_has_layout, check_scoring
 from .relative_bias import Bias
@@ -73,7 +73,7 @@ def attention(
     if callable(kernel):
         more = {} if bias is None else {"bias": bias}
         return kernel(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, layout=layout, **more)
-    if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, bias))):
+    if isinstance(mask, Choice) and (kernel != "sparse" and not (kernel == "auto" and _gathers(mask, q, k, v, bias))):
         mask = choice_block_mask(mask, q.shape[2]) if kernel == "flex" else _dense(mask, q.shape[2])
     asks = _PLAIN
     if softcap is not None or sinks is not None or bias is not None:
@@ -97,7 +97,9 @@ def attention(
     if chosen.devices is not None or chosen.dtypes is not None:
         check_device(name, q)
     if not (chosen.guarded or "all" in chosen.supports):
+        shared = v is k  # keys that are their own values, which a kernel may read once
         q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
+        v = k if shared else v
     return chosen.run(q, k, v, form, scoring)
 
 
@@ -107,9 +109,11 @@ def _dense(choice: Choice, heads: int) -> Tensor:
     return mask if mask.shape[1] == 1 else mask.repeat_interleave(heads // mask.shape[1], dim=1)
 
 
-def _gathers(choice: Choice, q: Tensor, k: Tensor, bias: Bias | None) -> bool:
+def _gathers(choice: Choice, q: Tensor, k: Tensor, v: Tensor, bias: Bias | None) -> bool:
     """Whether "auto" gathers the chosen keys instead of masking the others."""
-    return bias is None and not torch.compiler.is_compiling() and choice.pays(q.shape[2], k.shape[2])
+    if bias is not None or torch.compiler.is_compiling():
+        return False
+    return choice.pays(q.shape[2], k.shape[2], cost=READ_ONCE if v is k else 1.0)
 
 
 def materialize(

@@ -20,6 +20,7 @@ from fnmodels.ops.dtypes import upcast
 from .choice import Choice
 
 _ELEMENTS = 1 << 19  # gathered elements of a piece: as many as stay in a cache of the processor
+_ON_DEVICE = 1 << 26  # of a piece on other devices, which are slow at many small calls
 
 
 class _Maths(NamedTuple):
@@ -63,19 +64,28 @@ def sparse_attention(
     index, seen = (
         t.unflatten(0, (-1, groups)).expand(batch, -1, -1, -1).flatten(0, 1) for t in (choice.index, choice.seen)
     )
+    values = None if v is k else v
     if groups > 1:  # each head of keys as a row of its own
-        q, k, v = (t.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    out: Tensor = _Gathered.apply(_Maths(scale, softcap), q, k, v, of_rows, index, seen)
+        q, k = (_rows_of_groups(t, groups) for t in (q, k))
+        values = None if values is None else _rows_of_groups(values, groups)
+    out: Tensor = _Gathered.apply(_Maths(scale, softcap), q, k, values, of_rows, index, seen)
     return out if groups == 1 else out.unflatten(0, (batch, groups)).transpose(1, 2).flatten(2, 3)
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor) -> Iterator[_Piece]:
+def _rows_of_groups(t: Tensor, groups: int) -> Tensor:
+    return t.unflatten(2, (groups, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _pieces(
+    q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, index: Tensor, seen: Tensor
+) -> Iterator[_Piece]:
     """The queries of all rows, flattened, few at a time."""
     batch, queries, most = index.shape
     if not batch * queries * most:
         return
     heads = q.shape[2] // k.shape[2]
-    size = max(1, _ELEMENTS // (most * (k.shape[-1] + v.shape[-1] + 2 * heads)))
+    width = k.shape[-1] + (0 if v is None else v.shape[-1]) + 2 * heads
+    size = max(1, (_ELEMENTS if index.is_cpu else _ON_DEVICE) // (most * width))
     count = torch.arange(1, most + 1, device=index.device)
     flat, seen = index.flatten(0, 1), seen.flatten(0, 1)
     row = torch.arange(batch, device=index.device).repeat_interleave(queries)
@@ -143,23 +153,24 @@ class _Memory:
 
 
 class _Gathered(torch.autograd.Function):
-    """[B, Q, N, Hv] of q, k, v, sinks [B, N] or None, index and seen [B, Q, k]."""
+    """[B, Q, N, Hv] of q, k, v, sinks [B, N] or None, index and seen [B, Q, k]. v: None where keys are their values."""
 
     @staticmethod
     def forward(
-        maths: _Maths, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
+        maths: _Maths, q: Tensor, k: Tensor, v: Tensor | None, sinks: Tensor | None, index: Tensor, seen: Tensor
     ) -> Tensor:
         groups = k.shape[2]
-        qs, ks, vs = _of_queries(q, groups), _of_keys(k), _of_keys(v)
-        out = v.new_zeros(*qs.shape[:3], v.shape[-1])
+        qs, ks = _of_queries(q, groups), _of_keys(k)
+        vs = ks if v is None else _of_keys(v)
+        out = vs.new_zeros(*qs.shape[:3], vs.shape[-1])
         memory = _Memory()
         for piece in _pieces(q, k, v, sinks, index, seen):
             for g in range(groups):
                 keys = memory.gathered("keys", ks[g], piece.places)
                 weights, *_ = _weights(piece, g, maths, memory.product("scores", qs[piece.rows, g], keys.mT))
-                values = memory.gathered("values", vs[g], piece.places)
-                torch.bmm(weights.to(v.dtype), values, out=out[piece.rows, g])
-        return out.view(*q.shape[:3], v.shape[-1])
+                values = keys if v is None else memory.gathered("values", vs[g], piece.places)
+                torch.bmm(weights.to(vs.dtype), values, out=out[piece.rows, g])
+        return out.view(*q.shape[:3], vs.shape[-1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -170,8 +181,10 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if batched_gradient(grad):
             refuse("sparse")
-        *grads, d_sinks = _GatheredBackward.apply(ctx.maths, grad, *ctx.saved_tensors)
-        return None, *grads, d_sinks if ctx.saved_tensors[3] is not None else None, None, None
+        saved = ctx.saved_tensors  # read once, as checkpoint requires
+        d_q, d_k, *others = _GatheredBackward.apply(ctx.maths, grad, *saved)
+        of_given = (None if t is None else d for d, t in zip(others, saved[2:4], strict=True))  # v and sinks
+        return None, d_q, d_k, *of_given, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> NoReturn:
@@ -184,39 +197,58 @@ class _Gathered(torch.autograd.Function):
 
 
 class _GatheredBackward(torch.autograd.Function):
-    """The gradients of q, k, v and sinks; the weights are computed again."""
+    """The gradients of q, k, v and sinks; the weights are computed again. Without v, that of k is of its values too."""
 
     @staticmethod
     def forward(
-        maths: _Maths, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, index: Tensor, seen: Tensor
+        maths: _Maths,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        sinks: Tensor | None,
+        index: Tensor,
+        seen: Tensor,
     ) -> tuple[Tensor, ...]:
         groups = k.shape[2]
-        (qs, gs), (ks, vs) = (_of_queries(t, groups) for t in (q, grad)), (_of_keys(t) for t in (k, v))
+        (qs, gs), ks = (_of_queries(t, groups) for t in (q, grad)), _of_keys(k)
+        vs = ks if v is None else _of_keys(v)
         d_q = qs.new_zeros(qs.shape)
         wide = upcast(q.new_zeros(()))
-        d_k, d_v = (wide.new_zeros(t.shape) for t in (ks, vs))  # sums over queries
+        d_k = wide.new_zeros(ks.shape)  # sums over queries
+        d_v = d_k if v is None else wide.new_zeros(vs.shape)
         d_sinks = wide.new_zeros(1) if sinks is None else wide.new_zeros(*q.shape[:3]).flatten(0, 1)
         memory = _Memory()
         for piece in _pieces(q, k, v, sinks, index, seen):
             at = piece.places.flatten()
             for g in range(groups):
                 query, d_out = qs[piece.rows, g], gs[piece.rows, g].contiguous()
-                keys, values = (memory.gathered(*t, piece.places) for t in (("keys", ks[g]), ("values", vs[g])))
+                keys = memory.gathered("keys", ks[g], piece.places)
+                values = keys if v is None else memory.gathered("values", vs[g], piece.places)
                 weights, bent, sunk = _weights(piece, g, maths, memory.product("scores", query, keys.mT))
                 d_scores = upcast(memory.product("d_weights", d_out, values.mT))
-                d_v[g].index_add_(0, at, upcast(memory.product("rows", weights.to(v.dtype).mT, d_out)).flatten(0, 1))
+                rows = memory.product("rows", weights.to(vs.dtype).mT, d_out)
+                if v is not None:
+                    d_v[g].index_add_(0, at, upcast(rows).flatten(0, 1))
                 mean = (weights * d_scores).sum(-1, keepdim=True)
                 d_scores = d_scores.sub_(mean).mul_(weights).mul_(maths.scale)
                 d_scores = (d_scores if bent is None else d_scores * (1 - bent.square())).to(q.dtype)
                 torch.bmm(d_scores, keys, out=d_q[piece.rows, g])
-                d_k[g].index_add_(0, at, upcast(memory.product("rows", d_scores.mT, query)).flatten(0, 1))
+                if v is None:
+                    rows = torch.baddbmm(rows, d_scores.mT, query, out=rows)
+                else:
+                    rows = memory.product("rows", d_scores.mT, query)
+                d_k[g].index_add_(0, at, upcast(rows).flatten(0, 1))
                 if sinks is not None:
                     heads = slice(g * query.shape[1], (g + 1) * query.shape[1])
                     d_sinks[piece.rows, heads] = -(sunk * mean)[..., 0]
-        of_keys = (t.transpose(0, 1).reshape(*k.shape[:3], -1) for t in (d_k, d_v))
+        if v is None:
+            d_v = wide.new_zeros(1)
+        else:
+            d_v = d_v.transpose(0, 1).reshape(v.shape).to(v.dtype)
         if sinks is not None:
             d_sinks = d_sinks.unflatten(0, q.shape[:2]).sum(1)
-        return d_q.view(q.shape), *(t.to(k.dtype) for t in of_keys), d_sinks
+        return d_q.view(q.shape), d_k.transpose(0, 1).reshape(k.shape).to(k.dtype), d_v, d_sinks
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -230,9 +262,9 @@ class _GatheredBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], maths: _Maths, *tensors: Tensor | None) -> tuple[Any, Any]:
         joined = _joined(info.batch_size, in_dims[1:], tensors)
         grads = _GatheredBackward.apply(maths, *joined)
-        without_sinks = joined[4] is None
-        split = [t.unflatten(0, (info.batch_size, -1)) for t in (grads[:3] if without_sinks else grads)]
-        return (*split, grads[3]) if without_sinks else tuple(split), (0, 0, 0, None if without_sinks else 0)
+        dims = (0, 0, *(None if t is None else 0 for t in joined[3:5]))  # of q, k, v and sinks
+        split = (t if d is None else t.unflatten(0, (info.batch_size, -1)) for t, d in zip(grads, dims, strict=True))
+        return tuple(split), dims
 
 
 def _joined(size: int, dims: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnmodels.inputs.windows import Windows
-from fnmodels.ops.indexer import Indexer, Keys, choose, chosen, index_queries, index_scores, pieces
+from fnmodels.ops.indexer import Indexer, choose, index_queries, index_scores, pieces
 from fnmodels.ops.linear import linear
 from fnmodels.ops.norm import rms_norm_fp32_weight
 
-from ..attention.windows import WindowKeys, window_mask
+from ..attention.windows import WindowKeys
 from .candidates import candidates
+from .tokens_and_windows import windows_of
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,11 @@ class SharedKeys:
     choices: Tensor | None = None
     among: Tensor | None = None
 
-    def seen(self, windows: Windows) -> Tensor:
-        """bool [B, 1, Q, C]: the windows of the last choice. ValueError where no layer has chosen."""
+    def last_choice(self) -> Tensor:
+        """`choices`. ValueError where no layer has chosen."""
         if self.choices is None:
             raise ValueError("No layer has chosen among these keys: a full or reindex layer does, before others read.")
-        if not self.index.shape[1]:  # rows shorter than a window
-            return window_mask(windows, self.windows).dense()
-        return chosen(named(self.windows, windows), self.choices)
+        return self.choices
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def choose_shared(
         among = among if blocks is None else none[..., :0] >= 0
         return replace(shared, choices=none if choices is None else choices, among=among)
     with torch.no_grad():
-        keys = named(shared.windows, windows, among)
+        keys = windows_of(shared.windows, windows, among)
         if choices is None:
             choices = choose(weights, x, latent, shared.index, table, keys, indexer)
             choices = F.pad(choices, (0, indexer.count - choices.shape[-1]), value=-1)
@@ -105,8 +104,3 @@ def choose_shared(
 
             among = candidates(scores, parts, keys, count=blocks.count, size=size)
     return replace(shared, choices=choices, among=among)
-
-
-def named(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
-    """The windows that queries may choose, of those in `among` [B, Q, C]."""
-    return Keys(window_mask(windows, keys), windows.segments, keys.segments, keys.ends, among)

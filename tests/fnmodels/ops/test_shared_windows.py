@@ -25,6 +25,7 @@ from fnmodels.ops.indexers import shared_windows
 from fnmodels.ops.indexers.blocks import chosen_blocks
 from fnmodels.ops.indexers.candidates import candidates
 from fnmodels.ops.indexers.shared_windows import Blocks, SharedKeys, choose_shared, index_of
+from fnmodels.ops.indexers.tokens_and_windows import TokensAndWindows, windows_of
 from fnmodels.options import ForwardOptions
 from tests.support.cases import generic, positions_of, segments
 from tests.support.largest import Largest
@@ -124,7 +125,7 @@ def run(layers: list[Weights], xs: list[Tensor], ratio: int, blocks: Blocks | No
     positions, indexer = positions_of(ids), Indexer(COUNT, rotate)
     windows, table = build_windows(positions, ids, ratio), rotary_table(ROPE, H, positions)
     starts = rotary_table(ROPE, H, positions - positions % ratio)
-    near = to_dense(build_mask(Causal() & Window(NEAR), positions, ids))
+    near = build_mask(Causal() & Window(NEAR), positions, ids)
     shared = make_shared(layers[0], xs[0], windows, starts)
     outputs = []
     for layer, (own, x) in enumerate(zip(layers, xs, strict=True)):
@@ -133,7 +134,7 @@ def run(layers: list[Weights], xs: list[Tensor], ratio: int, blocks: Blocks | No
             shared = choose_shared(own, (x, latent), table, shared, windows, indexer=indexer, blocks=of)
         q = rotate(F.linear(x, own["q"]).unsqueeze(-2), table)
         keys = torch.cat((q, shared.windows.keys.unsqueeze(-2)), 1)
-        seen = torch.cat((near, shared.seen(windows)), -1)
+        seen = TokensAndWindows(near, windows_of(shared.windows, windows), shared.last_choice()).dense()
         outputs.append(attention(q, keys, keys, seen, kernel="math", scale=H**-0.5).squeeze(-2))
     return outputs
 
@@ -235,7 +236,7 @@ def test_keys_without_a_choice_are_refused() -> None:
     windows, table = build_windows(positions, IDS, 1), rotary_table(ROPE, H, positions)
     shared = make_shared(layers[0], xs[0], windows, table)
     with pytest.raises(ValueError, match="No layer has chosen among these keys"):
-        shared.seen(windows)
+        shared.last_choice()
 
 
 def wide(ratio: int, length: int) -> Callable[[], SharedKeys]:

@@ -15,6 +15,7 @@ from fnmodels.models.common.context import Context
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.attention.windows import window_mask
 from fnmodels.ops.indexer import keys_of
+from fnmodels.ops.indexers.tokens_and_windows import windows_of
 from tests.support.cases import Batch, Case, batch_of, cases, generic_params, off, segments, trainable
 from train.losses.indexers import teaching
 from train.losses.indexers.loss import indexer_loss
@@ -58,15 +59,15 @@ class Noting(Context):
         return mask if self.dense else seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, keys: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, choices: Any, *, indexer: Any, keys: Any
     ) -> Any:
         keys = keys()
         queries = ops.index_queries(weights, *inputs, keys.keys.shape[-1], freqs["table"], indexer)
-        ended, among = window_mask(mask["windows"], keys).dense(), None if self.dense else among
+        ended, choices = window_mask(mask["windows"], keys).dense(), None if self.dense else choices
         each = torch.arange(ended.shape[-1]).expand(len(ended), -1)  # a window is a block of one key
-        seen = ended if among is None else ended & among
+        seen = ended if choices is None else ops.chosen(windows_of(keys, mask["windows"]), choices)
         self.notes.append((each, ops.index_scores(*queries, keys.keys).unsqueeze(2), seen[:, 0], 1))
-        return among
+        return choices
 
 
 def expected(case: Case, batch: Batch, params: Any, stage: str, patch: pytest.MonkeyPatch) -> Tensor:
@@ -127,9 +128,7 @@ def test_block_indexer_loss_of_documents_apart_and_in_pieces(name: str, monkeypa
     whole = run(params, batch.batch(), case.config, "sparse")
     parts = [run(params, part, case.config, "sparse")[2]["indexer_kl"] for part in fnmodels.split(batch.batch(), 2)]
     assert off(sum(parts), whole[2]["indexer_kl"]) < 1e-9
-    gathered = whole
-    if name not in WINDOWS:
-        gathered = run(params, batch.batch(), case.config, "sparse", kernel="sparse")
+    gathered = run(params, batch.batch(), case.config, "sparse", kernel="sparse")
     monkeypatch.setattr(ops, "_MOST", 1)
     for other in (run(params, batch.batch(), case.config, "sparse"), gathered):
         assert off(other[0], whole[0]) < 1e-9

@@ -141,14 +141,14 @@ class _Teaching(Context):
         return self.seen
 
     def chose_windows(
-        self, weights: Any, inputs: Any, mask: Any, freqs: Any, among: Any, *, indexer: Any, keys: Any
+        self, weights: Any, inputs: Any, mask: Any, freqs: Any, choices: Any, *, indexer: Any, keys: Any
     ) -> Any:
         (x, latent), k = inputs, keys().keys
         self.learner = _OfKeys(*index_queries(weights, x, latent, k.shape[-1], freqs["table"], indexer), k)
-        return None if self.teach.dense else among
+        return None if self.teach.dense else choices
 
     def saw_windows(
-        self, q: Tensor, keys: Tensor, seen: Tensor, tokens: int, *, scale: float, sinks: Tensor | None
+        self, q: Tensor, keys: Tensor, seen: Tensor | Choice, tokens: int, *, scale: float, sinks: Tensor | None
     ) -> None:
         if self.learner is not None:
             sinks = None if sinks is None else sinks.detach()

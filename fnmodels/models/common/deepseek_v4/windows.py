@@ -6,6 +6,7 @@ the last tokens of a row, which are those of its last document.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.windows import Windows, window_slots
 from fnmodels.models.common.context import Context
+from fnmodels.ops.attention.choice import READ_ONCE, gathering_pays, reader_of_choices, reads_choices
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.attention.windows import (
     OfTokens,
@@ -27,12 +28,13 @@ from fnmodels.ops.attention.windows import (
     last_tokens,
     of_tokens,
     weighted_sums,
-    window_mask,
 )
 from fnmodels.ops.dtypes import upcast
-from fnmodels.ops.indexer import Indexer, Keys, all_visible, choose, chosen, keys_of_ranks
+from fnmodels.ops.indexer import Indexer, all_visible, choose, keys_of_ranks
+from fnmodels.ops.indexers.tokens_and_windows import TokensAndWindows, windows_of
 from fnmodels.ops.mla import Rotate
 from fnmodels.ops.norm import rms_norm_fp32_weight
+from fnmodels.options import Kernel
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def choose_windows(
     indexer: Indexer,
     how: Compressor,
 ) -> Tensor | None:
-    """bool [B, 1, Q, C]: the windows that the layer's indexer chooses for each query; None: all that have ended.
+    """int64 [B, Q, k]: the windows that the layer's indexer chooses for each query; None: all that have ended.
 
     weights: of the indexer, with a "compressor". inputs: x [B, S, D] and what queries are projected from. freqs:
     {"table": of the tokens, "start": see `window_keys`}. The choice, of windows by the position of their last token in
@@ -161,10 +163,10 @@ def choose_windows(
     """
     x, latent = (t.detach() for t in inputs)
     with torch.no_grad():
-        among = _chosen_windows(ctx, weights, x, latent, mask, freqs, indexer, how)
+        choices = _chosen_windows(ctx, weights, x, latent, mask, freqs, indexer, how)
 
     keys = functools.partial(window_keys, ctx, weights["compressor"], x, mask["windows"], freqs["start"], how=how)
-    return ctx.chose_windows(weights, (x, latent), mask, freqs, among, indexer=indexer, keys=keys)
+    return ctx.chose_windows(weights, (x, latent), mask, freqs, choices, indexer=indexer, keys=keys)
 
 
 def _chosen_windows(
@@ -179,7 +181,7 @@ def _chosen_windows(
 ) -> Tensor | None:
     choices, windows = ctx.tensors.get("choices"), mask["windows"]
     keys = window_keys(ctx, weights["compressor"], x, windows, freqs["start"], how=how)
-    named = Keys(window_mask(windows, keys), windows.segments, keys.segments, keys.ends)
+    named = windows_of(keys, windows)
     if choices is None and keys.keys.shape[1] <= indexer.count:
         if ctx.wants("choices"):
             ctx.aux["choices"] = all_visible(named).expand(x.shape[0], -1, -1)
@@ -187,7 +189,7 @@ def _chosen_windows(
     if choices is None:
         choices = choose(weights, x, latent, keys.keys, freqs["table"], named, indexer)
     choices = ctx.aux["chosen"] = ctx.tap("choices", choices)
-    return chosen(named, choices)
+    return choices
 
 
 def attend_to_windows(
@@ -197,13 +199,14 @@ def attend_to_windows(
     mask: Mapping[str, Any],
     windows: WindowKeys,
     *,
-    among: Tensor | None,
+    choices: Tensor | None,
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of q [B, S, N, H] over keys of tokens kv [B, S, 1, H] and of windows, which are values too.
 
-    among: bool [B, 1, Q, C], the windows that are read, all of which have ended; None: all that have. [B, S, N, H].
+    choices: int64 [B, Q, k], the names of the windows that are read; None: all that have ended. [B, S, N, H].
+    Kernels that read places skip all other keys; "auto" is one where that is faster than a mask of all keys.
     """
     kernel, tokens = ctx.options.kernel, mask["attention"]
     if ctx.options.invariant:
@@ -223,13 +226,19 @@ def attend_to_windows(
     elif ranks is not None:
         tokens = ranks.mask(tokens)
         kv = ranks.gather(upcast(kv.flatten(2))).to(kv.dtype).unflatten(2, kv.shape[2:])
-        kernel = getattr(kernel, "before").kernel  # noqa: B009 - of one process: all keys are here
-    near = to_dense(tokens)
-    far = window_mask(mask["windows"], windows).dense() if among is None else among
-    rows = max(near.shape[0], far.shape[0])
-    seen = torch.cat([part.expand(rows, -1, -1, -1) for part in (near, far)], -1)
+        own = getattr(kernel, "before").kernel  # noqa: B009 - of one process: all keys are here
+        kernel = reader_of_choices(kernel) or own
+    read = TokensAndWindows(tokens, windows_of(windows, mask["windows"]), choices)
+    seen = read.places() if _reads_places(kernel, read, q.shape[2]) else read.dense()
     keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
     ctx.saw_windows(q, keys, seen, kv.shape[1], scale=scale, sinks=sinks)
     show = ctx.tap if ctx.wants_any(("attention.scores", "attention.pattern")) else None
     z = attention(q, keys, keys, seen, kernel=kernel, scale=scale, sinks=sinks, tap=show)
     return ctx.tap("attention.z", z)
+
+
+def _reads_places(kernel: Kernel, read: TokensAndWindows, heads: int) -> bool:
+    """Whether a kernel is given the places of keys, and not a mask of all of them, for `heads` of queries."""
+    if read.count == math.inf or not reads_choices(kernel):
+        return False
+    return reader_of_choices(kernel) != "auto" or gathering_pays(read.keys, int(read.count), heads, 1, cost=READ_ONCE)

@@ -65,7 +65,7 @@ def shared_keys(
     kind: str,
     rotate: Rotate,
 ) -> tuple[WindowKeys, Tensor | None]:
-    """(the keys of windows that a layer reads, bool [B, 1, Q, C] of those that its queries do; None: all they see).
+    """(the keys of windows that a layer reads, int64 [B, Q, k], the names of those that its queries do; None: all).
 
     inputs: x [B, S, D] and what queries are projected from. The choice is the tap "choices", and the keyword `choices`
     of the block's call replaces it.
@@ -75,7 +75,7 @@ def shared_keys(
     shared = _made(ctx, weights, inputs[0], windows, freqs["start"], config, rotate) if makes else _lent(ctx)
     own = weights.get("indexer")
     if own is None:
-        seen: Tensor | None = replace(shared, choices=ctx.tensors.get("choices")).seen(windows)
+        choices: Tensor | None = replace(shared, choices=ctx.tensors.get("choices")).last_choice()
     else:
         inputs, indexer = (inputs[0].detach(), inputs[1].detach()), Indexer(config.index_topk, rotate)
         blocks = Blocks(config.candidate_blocks, config.candidate_size) if makes and "_finds" in kind else None
@@ -83,15 +83,14 @@ def shared_keys(
         shared = choose_shared(
             own, inputs, freqs["table"], shared, windows, indexer=indexer, blocks=blocks, choices=given
         )
-        assert shared.choices is not None
-        ctx.aux["chosen"] = ctx.tap("choices", shared.choices)
+        ctx.aux["chosen"] = ctx.tap("choices", shared.last_choice())
         shared = replace(shared, choices=ctx.aux["chosen"])
         keys = functools.partial(shared.windows._replace, keys=shared.index)
-        seen = ctx.chose_windows(own, inputs, mask, freqs, shared.seen(windows), indexer=indexer, keys=keys)
+        choices = ctx.chose_windows(own, inputs, mask, freqs, shared.choices, indexer=indexer, keys=keys)
     if makes:
         among = {} if shared.among is None else {"among": shared.among}
         ctx.lend(**shared.windows._asdict(), index=shared.index, **among)
-    return shared.windows, seen
+    return shared.windows, choices
 
 
 def _made(
