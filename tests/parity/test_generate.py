@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import fnmodels
-from tests.support.cases import Case, cases, causal, seed_of, tokens_of
+from tests.support.cases import Case, cases, causal, cost_of, seed_of, tokens_of
 from tests.support.naming import fewest
 from tests.support.oracle import model_of, params_of
 
@@ -80,7 +80,7 @@ def one_per_ring() -> list[Case]:
         rings = {kind: slots.segments.shape[1] for kind, slots in cache.slots.items() if slots.ring}
         if rings and max(rings.values()) <= FAR - PROMPT - 64:
             found[case] = {kind for kind in cache.kinds if kind in rings}
-    return list(fewest(found))
+    return list(fewest(found, cost_of))
 
 
 @pytest.mark.parametrize("case", one_per_ring(), ids=lambda case: case.config.model_type)
