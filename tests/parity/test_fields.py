@@ -94,7 +94,8 @@ def _compared(case: Case, values: dict[str, Any], tokens: torch.Tensor) -> bool:
 
 
 def _together(case: Case, changes: list[tuple[str, dict[str, Any]]]) -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """The changes that hide no other: those that our Config does not show, other factors, other sizes."""
+    """The changes that hide no other: those that our Config does not show, other factors, and other sizes, with
+    parameters that are there or not, an activation and a limit of positions beside them."""
     family, groups = fnmodels.family_of(case.config), defaultdict[tuple[str, int], dict[str, dict[str, Any]]](dict)
     sizes, seen = _sizes(case.config), set[str]()
     for key, values in changes:
@@ -104,11 +105,12 @@ def _together(case: Case, changes: list[tuple[str, dict[str, Any]]]) -> Iterator
                 continue
             seen.add(key)
             value = values.get(key, 1.0)  # of a rope, whose numbers are factors
+            hides_nothing = value == "relu" or key == "max_position_embeddings"
             if config == case.config:
                 kind = "not shown"
             elif isinstance(value, float):
                 kind = "factors"
-            elif type(value) is int and _sizes(config) != sizes:
+            elif hides_nothing or (isinstance(value, int) and _sizes(config) != sizes):
                 kind = "sizes"
             else:
                 continue
