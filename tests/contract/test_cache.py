@@ -397,7 +397,7 @@ def late(held: Any, segment_ids: Tensor, by: int = 1) -> Tensor:
     return NEXT_POSITIONS(held, segment_ids) + by
 
 
-NEXT_POSITIONS, PLAN, REACH = prepare._next_positions, step_plan._plan, init._reach
+NEXT_POSITIONS, PLAN, REACH = prepare._next_positions, step_plan._plan, init.reach_of
 
 
 def evicted_first(mask: Any, slots: Any, free: bool, **how: Any) -> Any:
@@ -440,7 +440,7 @@ BUGS: dict[str, list[tuple[Any, str, Any]]] = {
     "position - 1": [(prepare, "_next_positions", functools.partial(late, by=-1)), UNCHECKED],
     "window + 1": [masks_by(lambda mask, _: resized_window(mask, 1))],
     "window - 1": [masks_by(lambda mask, _: resized_window(mask, -1))],
-    "a ring one too small": [(init, "_reach", lambda rule: REACH(rule) - 1)],
+    "a ring one too small": [(init, "reach_of", lambda rule: REACH(rule) - 1)],
     "index instead of position": [masks_by(by_slot), AS_GIVEN],
     "mask from a count": [masks_by(by_count), AS_GIVEN],
     "evict before attend": [(step_plan, "_plan", evicted_first)],
