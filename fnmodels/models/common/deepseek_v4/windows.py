@@ -239,6 +239,7 @@ def attend_to_windows(
 
 def _reads_places(kernel: Kernel, read: TokensAndWindows, heads: int) -> bool:
     """Whether a kernel is given the places of keys, and not a mask of all of them, for `heads` of queries."""
-    if read.count == math.inf or not reads_choices(kernel):
+    # In this order: a count would bind an exported program to rows that are as long as the reach of its tokens.
+    if not reads_choices(kernel) or read.count == math.inf:
         return False
     return reader_of_choices(kernel) != "auto" or gathering_pays(read.keys, int(read.count), heads, 1, cost=READ_ONCE)
