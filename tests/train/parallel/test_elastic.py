@@ -20,9 +20,12 @@ from train.job.processes import launch
 LOST = """\
 import dataclasses, os, signal, sys
 from torch.distributed import run
+from pytest import MonkeyPatch
+from tests.support.pictures import leave_out_pixels
 from train import cli
 from train.job.processes.worker import Worker
 
+leave_out_pixels(MonkeyPatch())
 step, made, configured = Worker.step, [], run.config_from_args
 
 def lost(worker, batch):

@@ -87,9 +87,12 @@ def words(path: Path, *flags: str) -> list[str]:
 KILLED = """\
 import dataclasses, logging, os, signal, sys
 from torch.distributed import run
+from pytest import MonkeyPatch
+from tests.support.pictures import leave_out_pixels
 from train import cli
 from train.job.processes.worker import Worker
 
+leave_out_pixels(MonkeyPatch())
 step, made, configured = Worker.step, [], run.config_from_args
 
 def process(*arguments):

@@ -172,7 +172,7 @@ def unreached_of(text: str, strategy: dict[str, Any], options: dict[str, Any], e
         ("dp=2", {}, {}, False),
         ("fsdp=2", {}, {"remat": "full"}, True),
         ("ep=2,tp=2", {"sequence": True}, {"remat": "every:2"}, False),
-        ("cp=2", {}, {}, False),
+        ("cp=2", {}, {}, True),
         ("pp=2,fsdp=2", {"schedule": "InterleavedZeroBubble"}, {"accumulate": 2}, True),
     ],
 )

@@ -31,6 +31,8 @@ from train.job.processes.launch import starter_reports
 # than all they do.
 FORKED = """\
 import multiprocessing, os, signal, sys, tempfile
+from pytest import MonkeyPatch
+from tests.support.pictures import leave_out_pixels
 from train.cli import main
 from train.job.processes import spawn
 
@@ -43,6 +45,7 @@ def process(*arguments, run=spawn._process):
         sys.stdout.flush()
         os._exit(end.code)
 
+leave_out_pixels(MonkeyPatch())
 tempfile.tempdir = None  # the environment is that of the program, and not of what it was forked from
 os.setpgid(0, 0)
 with open(sys.argv.pop(1), "w") as file:
