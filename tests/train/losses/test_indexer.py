@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import fnmodels
 import train
 from fnmodels import tree
 from fnmodels.models.common.carried import own_choices
+from fnmodels.models.common.context import Context
 from fnmodels.ops import apply_rotary, apply_rotary_interleaved
 from fnmodels.ops import indexer as ops
 from fnmodels.ops.indexer import Indexer
@@ -21,7 +22,8 @@ from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generi
 from train.losses.indexers.loss import indexer_loss, with_indexers
 from train.losses.indexers.teaching import divergence
 
-NAMES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text")
+NOTED = ("axk2", "mistral_large4")  # whose indexers read what no tap shows
+NAMES = ("deepseek_v32", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text", *NOTED)
 CASES = {case.name: case for case in cases() if case.name in NAMES}
 IDS = segments((-2, 11, 4), (6, 9, -2))
 STAGES = ("dense", "sparse")
@@ -48,13 +50,27 @@ def _gradients(total: Tensor, flat: dict[str, Tensor]) -> dict[str, Tensor]:
     return {path: grad for path, grad in zip(learning, grads, strict=True) if grad is not None}
 
 
+class Noting(Context):
+    """Notes what each indexer reads: its layer's weights, x, the table, and its settings."""
+
+    notes: ClassVar[list[Any]] = []
+
+    def choose(self, weights: Any, x: Tensor, freqs: Tensor, mask: Any, *, indexer: Indexer) -> Any:
+        if "indexer" in weights:
+            self.notes.append((weights, x.detach(), freqs, indexer))
+        return super().choose(weights, x, freqs, mask, indexer=indexer)
+
+
 def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
     """The divergences from taps of a plain forward pass, token by token, over the keys that attention weighs."""
     config = case.config if stage == "sparse" else replace(case.config, index_topk=64)
     inputs, masks, freqs = batch.prepared()
     layers = own_choices(config.layer_kinds)
-    names = [f"layers.{i}.{name}" for i in layers for name in ("attention.pattern", "input_layernorm")]
-    _, taps = fnmodels.forward(params, inputs, masks, freqs, config=config, kernel="math", taps=tuple(names))
+    names = tuple(f"layers.{i}.{name}" for i in layers for name in ("attention.pattern", "input_layernorm"))
+    options: dict[str, Any] = {"kernel": "math", "context": Noting, "taps": names}
+    Noting.notes.clear()
+    _, taps = fnmodels.forward(params, inputs, masks, freqs, config=config, **options)
+    assert len(Noting.notes) == len(layers)
     how = Indexer(1, apply_rotary_interleaved if getattr(config, "index_rope_interleave", False) else apply_rotary)
     latent_eps = 1e-6
     if case.family == "hy_v4":
@@ -62,9 +78,13 @@ def expected(case: Case, batch: Batch, params: Any, stage: str) -> Tensor:
         last, latent_eps = functools.partial(apply_rotary_last, rotate=rotate), config.latent_eps
         how = Indexer(1, last, config.rms_norm_eps)
     total = torch.zeros((), dtype=torch.float64)
-    for i in layers:
+    for i, noted in zip(layers, Noting.notes, strict=True):
         weights, x = params["layers"][i]["attention"], taps[f"layers.{i}.input_layernorm"]
-        table, latent = freqs[fnmodels.family_of(config).kinds(config)[i]], query_latent(weights, x, latent_eps)
+        table = freqs[fnmodels.family_of(config).kinds(config)[i]]
+        if case.name in NOTED:
+            _, x, table, how = noted
+            latent_eps = how.latent_eps
+        latent = query_latent(weights, x, latent_eps)
         k = ops.index_keys(weights["indexer"], x, table, how)
         scores = ops.index_scores(*ops.index_queries(weights["indexer"], x, latent, k.shape[-1], table, how), k)
         mass = taps[f"layers.{i}.attention.pattern"].sum(1)

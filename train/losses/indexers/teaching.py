@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fnmodels import tree
 from fnmodels.inputs.convert import to_dense
 from fnmodels.inputs.mask import Mask
 from fnmodels.models.common.context import Context
@@ -119,9 +120,10 @@ class _Teaching(Context):
     def choose(self, weights: Mapping[str, Any], x: Tensor, freqs: Tensor, mask: Any, *, indexer: Indexer) -> Any:
         self.seen = mask if self.teach.dense else super().choose(weights, x, freqs, mask, indexer=indexer)
         if "indexer" in weights:
+            x, freqs = x.detach(), tree.map(torch.detach, freqs)  # a table may be of learned frequencies
             with torch.no_grad():
-                latent = query_latent(weights, x, indexer.latent_eps)
-            self.learner = self._of_keys(weights["indexer"], x.detach(), latent, freqs, indexer)
+                latent = query_latent(weights, x, indexer.latent_eps)  # or x, where queries have no latent
+            self.learner = self._of_keys(weights["indexer"], x, latent, freqs, indexer)
         return self.seen
 
     def _of_keys(self, own: Any, x: Tensor, latent: Tensor, freqs: Tensor, indexer: Indexer) -> _OfKeys:
