@@ -19,6 +19,7 @@ from fnmodels.ops.indexer import Indexer
 from fnmodels.ops.mla import query_latent
 from fnmodels.ops.rotary import apply_rotary_last
 from tests.support.cases import Batch, Case, batch_of, cases, choices_of, generic_params, off, segments, trainable
+from train import Balance
 from train.losses.indexers.loss import indexer_loss, with_indexers
 from train.losses.indexers.teaching import divergence
 
@@ -118,6 +119,24 @@ def test_indexer_loss_equals_divergences_by_loops(name: str, stage: str) -> None
     language, _ = train.next_token_loss(leaves, batch.batch(), config=case.config, kernel="math", length=24)
     for path, want in _gradients(language, flat).items():
         assert path in indexers or off(grads[path], want) < 1e-10, path
+
+
+def test_indexer_loss_adds_the_terms_of_the_next_token_loss() -> None:
+    """Label smoothing, z-loss and balance: the sum, the sums of routers, and gradients of everything else."""
+    case, batch, params = setting("deepseek_v32")
+    terms: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-2, "balance": Balance(sequence=0.3, z=0.1)}
+    total, grads, aux = run(params, batch.batch(), case.config, "sparse", weight=0.5, **terms)
+    leaves = trainable(params)
+    flat = {path: leaf.requires_grad_() for path, leaf in tree.flatten(leaves).items() if leaf.is_floating_point()}
+    how: dict[str, Any] = {"config": case.config, "kernel": "math", "length": 24}
+    language, _, sums = train.next_token_loss(leaves, batch.batch(), **how, **terms, aux=True)
+    assert off(total, language.detach() + 0.5 * aux["indexer_kl"]) < 1e-10
+    assert all(off(aux[name], value) < 1e-10 for name, value in sums.items()) and "sequence_balance" in sums
+    wanted = _gradients(language, flat)
+    assert all(off(grads[path], want) < 1e-10 for path, want in wanted.items() if ".indexer." not in path)
+    for name, term in terms.items():
+        with pytest.raises(ValueError, match="In the dense stage the loss is the divergence of indexers alone"):
+            run(params, batch.batch(), case.config, "dense", **{name: term})
 
 
 def test_indexer_loss_gradient_is_softmax_minus_target() -> None:

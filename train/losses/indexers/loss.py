@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from train.loss import run_options
 from train.losses.cross_entropy import counted
 from train.losses.lm_head import loss_of_targets
 from train.losses.next_token import model_call
+from train.run_options import Balance
 
 from .teaching import TAP, TeachIndexers
 
@@ -35,6 +36,9 @@ def indexer_loss(
     weight: float = 1.0,
     chunk: int | str | None = "auto",
     length: int | Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    balance: Balance | None = None,
     **options: Unpack[ForwardKwargs],
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The divergence between what attention looks at and the indexers' scores, summed over layers and labelled tokens.
@@ -56,6 +60,10 @@ def indexer_loss(
         weight: Of the divergence.
         chunk: See `head_loss`.
         length: See `fnmodels.prepare`.
+        label_smoothing: Of the next-token loss, see there; so are z_loss and balance, whose sums of routers are
+            returned too.
+        z_loss: Likewise.
+        balance: Likewise.
         **options: Keywords of `fnmodels.forward`, except context.
 
     Returns:
@@ -64,13 +72,19 @@ def indexer_loss(
 
     Raises:
         ValueError: For another stage, a model without an indexer, a context of the caller's own, a pipeline, a batch
-            with `choices` in the dense stage, and for tensor parallelism that does not divide heads of keys with a
-            choice of blocks each.
+            with `choices` or a term of the next-token loss in the dense stage, and for tensor parallelism that does not
+            divide heads of keys with a choice of blocks each.
     """
     given = ForwardOptions(**options)
     _check(params, batch, config, stage, given)
+    if stage == "dense" and (label_smoothing or z_loss or balance is not None):
+        raise ValueError(
+            "In the dense stage the loss is the divergence of indexers alone, and nothing else trains: leave "
+            "label_smoothing, z_loss and balance out."
+        )
     given = dataclasses.replace(given, context=TeachIndexers(stage == "dense"))
-    call = model_call(params, batch, config=config, length=length, options=given, taps=(f"layers.*.{TAP}",))
+    how: Any = {"options": given, "balance": balance, "aux": balance is not None, "taps": (f"layers.*.{TAP}",)}
+    call = model_call(params, batch, config=config, length=length, **how)
     x, tapped, _ = hidden_states(*call.arguments)
     found = call.states(x, tapped)
     labelled = counted(batch["labels"], batch.get("weights"))
@@ -80,9 +94,16 @@ def indexer_loss(
     if stage == "dense":
         return weight * divergence, labelled.sum(), sums
     total, count = loss_of_targets(
-        params, found.x, batch["labels"], config=config, chunk=chunk, weights=batch.get("weights")
+        params,
+        found.x,
+        batch["labels"],
+        config=config,
+        chunk=chunk,
+        weights=batch.get("weights"),
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
     )
-    return total + weight * divergence, count, sums
+    return total + weight * divergence + (0 if found.added is None else found.added), count, sums
 
 
 def _check(
