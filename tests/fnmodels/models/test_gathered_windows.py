@@ -109,7 +109,7 @@ def test_gathered_windows_in_another_order(name: str) -> None:
 @every_model
 @pytest.mark.parametrize("rings", [False, True])
 def test_gathered_windows_in_pieces_on_a_cache(name: str, rings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that end inside windows, single tokens among them, in slots that hold NaN before they are written."""
+    """Pieces that end inside windows, single tokens among them, and two documents in a row."""
     config, params = CASES[name].config, made(name)[1]
     batch = batch_of(config, segments((22,), (22,)) if rings else ROWS)
     whole = batch.forward(params)
