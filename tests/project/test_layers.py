@@ -40,6 +40,7 @@ LONGER = {
     "train.generation.speculative.speculate",
     "train.generation.transcribe.transcribe",
     "train.losses.distillation.distill",
+    "train.losses.indexers.loss.indexer_loss",
     "train.losses.masked_tokens.mask_tokens",
     "train.losses.multi_token.mtp_loss",
     "train.losses.next_token.next_token_loss",
