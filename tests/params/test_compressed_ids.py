@@ -159,15 +159,19 @@ def test_initialized_parameters_get_the_table() -> None:
     assert not torch.equal(before[TABLES[0]], table)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model as it is published: with a tokenizer, and no table of it."""
-    P.save_pretrained(tmp_path, CONFIG, P.with_token_map(CONFIG, generic_params(CONFIG), TOKENIZER))
-    state = load_file(tmp_path / "model.safetensors")
+def publish(folder: Path) -> None:
+    """Writes a model as it is published: with a tokenizer, and no table of it."""
+    P.save_pretrained(folder, CONFIG, P.with_token_map(CONFIG, generic_params(CONFIG), TOKENIZER))
+    state = load_file(folder / "model.safetensors")
     kept = {name: value for name, value in state.items() if not name.endswith("token_map")}
     assert len(state) - len(kept) == 2
-    save_file(kept, tmp_path / "model.safetensors")
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    save_file(kept, folder / "model.safetensors")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    publish(tmp_path)
     return tmp_path
 
 
