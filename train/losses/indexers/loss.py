@@ -71,9 +71,9 @@ def indexer_loss(
         {"counts": [sparse layers, E] tokens per expert} in a step that balances experts by biases.
 
     Raises:
-        ValueError: For another stage, a model without an indexer, a context of the caller's own, a pipeline, a batch
-            with `choices` or a term of the next-token loss in the dense stage, and for tensor parallelism that does not
-            divide heads of keys with a choice of blocks each.
+        ValueError: For another stage, a model without an indexer, a context of the caller's own, and a pipeline. In the
+            dense stage for a batch with `choices` and for a term of the next-token loss. For tensor parallelism that
+            does not divide heads of keys with a choice of blocks each.
     """
     given = ForwardOptions(**options)
     _check(params, batch, config, stage, given)
