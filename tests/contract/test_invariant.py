@@ -269,6 +269,19 @@ def test_explain_invariance() -> None:
     assert all(found.values()), found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [(32, 12), (16, 48), (256, 8), (4, 3)], ids=str)
+def test_rows_of_tiny_products_have_their_bits(width: tuple[int, int], dtype: torch.dtype) -> None:
+    """Torch computes a half-precision product of at most 4,096 multiplications by another kernel."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, width[0], generator=draw).to(dtype) for n in (600, width[1]))
+    with invariant.invariant_rows(True):
+        whole = invariant.invariant_linear(x, weight, None)
+        for count in (1, 2, 3, 5, 8, 17):
+            parts = [invariant.invariant_linear(part.clone(), weight, None) for part in x.split(count)]
+            assert torch.equal(torch.cat(parts), whole), count
+
+
 def test_bf16_products_of_cpus_with_amx_are_fp32_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """There a row of a bf16 product over 512 inputs has other bits among 37 rows than among 600."""
     monkeypatch.setattr(invariant, "MATRIX_TILES", True)

@@ -2,11 +2,11 @@
 
 A matrix product's kernel is chosen by the number of rows, and kernels add in different orders. Measured on CPUs with
 and without AVX-512: oneDNN's fp32 kernels give a row the same bits in products of two rows or more, and so do torch's
-bf16 products without AMX; MKL needs four rows, or twelve. So these layers take one library for products of every size,
-and compute a single row twice; gradients of weights alone, which are sums over rows, may take the other library. With
-AMX, a row of a bf16 product over 512 inputs or more has other bits among 37 rows than among 600: there bf16 products
-are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance` measures what holds on the machine at
-hand.
+bf16 products without AMX that are not tiny; MKL needs four rows, or twelve. So these layers take one library for
+products of every size, and repeat rows where there are fewer; gradients of weights alone, which are sums over rows, may
+take the other library. With AMX, a row of a bf16 product over 512 inputs or more has other bits among 37 rows than
+among 600: there bf16 products are computed by oneDNN in fp32 and rounded once. `fnmodels.explain_invariance` measures
+what holds on the machine at hand.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ GELU_GRAIN = 16384  # but all threads a part of a gelu of more than so many
 LANES = 16  # elements of a vector, fp32
 LEAST_ROWS = 2  # of a product by oneDNN, or in half precision
 LEAST_ROWS_OF_MKL = 12
+SMALL_PRODUCT = 4096  # multiplications; torch computes half-precision products of at most so many by another kernel
 SUMMED = 256  # rows that a product sums over at most: MKL gives threads a part each of some 768 rows or more
 WIDENED = 1 << 20  # elements of a weight in fp32 at a time, which stay in the cache
 
@@ -149,6 +150,8 @@ class _InvariantLinear(torch.autograd.Function):
             return _in_fp32(rows, weight, bias).view(*x.shape[:-1], weight.shape[0])
         onednn = x.dtype is weight.dtype is torch.float32 and has_onednn_linear()
         count, least = len(rows), LEAST_ROWS if onednn or x.dtype.itemsize == 2 else LEAST_ROWS_OF_MKL
+        if x.dtype.itemsize == 2:
+            least = max(least, SMALL_PRODUCT // max(1, weight.numel()) + 1)
         if 0 < count < least:
             rows = torch.cat((rows, rows[-1:].expand(least - count, -1)))
         out = onednn_linear(rows, weight, bias) if onednn and rows.numel() else F.linear(rows, weight, bias)
