@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fnmodels import tree
-from fnmodels.models.common.family import DecoderConfig
+from fnmodels.models.common.family import DecoderConfig, field_of
+from fnmodels.models.common.heads import LABELLED
 from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import Constant, InTurn, Leaf, LogUniform, Parts, Sinusoids, Uniform
 from fnmodels.tree import Tree
@@ -120,7 +121,8 @@ def new_head(
 
     Args:
         config: The model's config.
-        params: Its parameters; leaves other than the head's are returned as they are, not copied.
+        params: Its parameters; leaves other than the head's are returned as they are, not copied. So are parts before
+            the outputs, such as poolers, of a head of the same kind.
         head: "classification", "tokens", "question_answering" or another head of the family.
         num_labels: The number of outputs of the head.
         seed: Of the new head's leaves.
@@ -141,7 +143,20 @@ def new_head(
         return shardings[path].distribute(local.to(like.to_local()))
 
     wanted = leaves if plan is None else shardings
-    return made, tree.unflatten({path: kept[path] if path in kept else drawn(path) for path in wanted})
+    new = wanted.keys() - kept.keys() | _outputs(made, leaves)
+    if field_of(config, "head") != head:  # of one name in two heads, for other uses
+        new |= {path for path in wanted if path.startswith("head.")}
+    new &= wanted.keys()
+    return made, tree.unflatten({path: drawn(path) if path in new else kept[path] for path in wanted})
+
+
+def _outputs(config: DecoderConfig, leaves: dict[str, Leaf]) -> set[str]:
+    """The paths of the leaves whose shape follows the number of labels."""
+    if field_of(config, "head") not in LABELLED:
+        return set()
+    more: Any = {"num_labels": field_of(config, "num_labels") + 1, "problem_type": ""}
+    others = tree.flatten(family_of(config).spec(replace(config, **more)))
+    return {path for path, leaf in leaves.items() if leaf.shape != others[path].shape}
 
 
 def draw(leaf: Leaf, seed: int, path: str, box: tuple[slice, ...] | None = None) -> Tensor:

@@ -66,6 +66,22 @@ def test_a_leaf_does_not_depend_on_the_others() -> None:
     assert all(torch.equal(leaf, backwards[path]) for path, leaf in small.items())
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta", "llama", "modernbert"])
+def test_a_new_head_is_drawn_where_there_was_one(family: str) -> None:
+    """Of other labels, and of as many; parts before the outputs stay in a head of the same kind alone."""
+    config: Any = next(case.config for case in structures() if case.family == family and hasattr(case.config, "head"))
+    first, before = P.new_head(config, P.init(config, 0), head="classification", num_labels=3)
+    outputs = {path for path in P.flatten(before) if path.rpartition(".")[2].startswith("score")}
+    for labels in (3, 2):
+        made, after = P.new_head(first, before, head="classification", num_labels=labels, seed=1)
+        flat, spec = P.flatten(after), P.flatten(family_of(made).spec(made))
+        assert {path: leaf.shape for path, leaf in flat.items()} == {path: leaf.shape for path, leaf in spec.items()}
+        assert {path for path, leaf in flat.items() if leaf is not P.flatten(before)[path]} == outputs != set()
+    other = P.flatten(P.new_head(first, before, head="tokens", num_labels=3, seed=1)[1])
+    kept = {path for path, leaf in other.items() if leaf is P.flatten(before).get(path)}
+    assert not any(path.startswith(("head.", "score")) for path in kept) and len(kept) > 5
+
+
 def test_neither_reads_nor_moves_global_state() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()

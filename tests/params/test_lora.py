@@ -605,7 +605,7 @@ def test_adapters_at_every_target_of_every_model_have_gradients_and_add_to_their
     """The loss is that of the merged weights, also where a model reads a weight outside of its layers."""
     for name in every_target.structures():
         setting = every_target.setting_of(name)
-        one, params = every_target.one_process(name, True)
+        one, params = every_target.one_process(name, True)[0], every_target.begun(name, True)
         total, *_ = setting.loss(params, setting.batch)
         merged, *_ = setting.loss(lora.merge(params), setting.batch)
         bare, *_ = setting.loss(lora.weights(params), setting.batch)

@@ -121,9 +121,14 @@ def one_process(name: str, vocab: bool) -> tuple[One, Any]:
     return by_one_rank(f"adapters-{name}-{vocab}", lambda: computed(name, vocab))
 
 
-def computed(name: str, vocab: bool) -> tuple[One, dict[str, Any]]:
+def begun(name: str, vocab: bool) -> Any:
+    """The params with adapters."""
     setting = setting_of(name)
-    params = with_paths(noisy, adapted(setting, setting.weights(), targets=setting.targets(vocab=vocab)))
+    return with_paths(noisy, adapted(setting, setting.weights(), targets=setting.targets(vocab=vocab)))
+
+
+def computed(name: str, vocab: bool) -> tuple[One, dict[str, Any]]:
+    setting, params = setting_of(name), begun(name, vocab)
     optimizer = optimizer_of(setting, params)
     sums = gradient_sums(setting.loss, optimizer)(params, [setting.batch], divide=False)
     learning = [path for path, leaf in tree.flatten(lora.spec(setting.config, params)).items() if leaf.trainable]

@@ -49,6 +49,10 @@ TRAITS = Traits(
     kinds=tuple(see + reuse + moe for moe in ("", "_moe") for reuse in ("", "_reuse") for see in ("full", "sliding")),
     routed=True,
     router=ROUTER,
+    unread={
+        "vision": r"model\.(vision_tower|vision_embedder|embed_vision)\..*",
+        "audio": r"model\.(audio_tower|embed_audio)\..*",
+    },
 )
 
 _ROPES = {
@@ -237,10 +241,9 @@ def _prefix(config: Config) -> str:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """Other towers, and the keys and values of layers that read those of others, which files may hold."""
+    """The keys and values of layers that read those of others, which files may hold."""
     borrowing = "|".join(str(index) for index, kind in enumerate(parsed(config.layer_kinds)) if kind.source)
-    unused = rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)"
-    return unused, r"model\.(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\..*"
+    return (rf"{_prefix(config)}layers\.({borrowing})\.self_attn\.(k_proj|v_proj|k_norm)\.(weight|bias)",)
 
 
 _NAMES = {".mlp.router": ".router.proj.weight", ".mlp.router_scale": ".router.scale"}

@@ -33,7 +33,7 @@ TRAITS = Traits(
     kinds=tuple(see + nope + moe for see in ("chunked", "full") for nope in ("", "_nope") for moe in ("_moe", "")),
     routed=True,
     router=ROUTER,
-    leftovers=(r"vision_model\..*", r"multi_modal_projector\..*"),
+    unread={"vision": r"(vision_model|multi_modal_projector)\..*"},
 )
 # the settings of the vision tower and the image placeholder tokens
 _VISION = ("vision_config", "image_token_index", "boi_token_index", "eoi_token_index")

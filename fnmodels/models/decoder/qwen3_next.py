@@ -46,7 +46,7 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     optional={"mtp": "num_nextn_predict_layers"},  # may be absent from files; its length is this field
-    leftovers=(r"model\.visual\..*",),
+    unread={"vision": r"model\.visual\..*"},
 )
 
 PRESETS = {

@@ -125,9 +125,7 @@ def in_memory(config: Config) -> dict[str, str]:
 
 def leftovers(config: Config) -> tuple[str, ...]:
     """The text model's leftovers, by their names in files of this model."""
-    text = [
-        pattern.removeprefix("model.") for pattern in function_of(family_of(config.text), "leftovers")(config.text)[:1]
-    ]
+    text = [pattern.removeprefix("model.") for pattern in function_of(family_of(config.text), "leftovers")(config.text)]
     return tuple(rf"model\.language_model\.{pattern}" for pattern in text)
 
 

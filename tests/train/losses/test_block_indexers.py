@@ -133,7 +133,10 @@ def test_block_indexer_loss_of_documents_apart_and_in_pieces(name: str, monkeypa
     for other in (run(params, batch.batch(), case.config, "sparse"), gathered):
         assert off(other[0], whole[0]) < 1e-9
         assert all(off(other[1][path], grad) < 1e-9 for path, grad in whole[1].items())
-    joined = replace(batch, segment_ids=batch.segment_ids.clamp(max=1))  # a planted bug: documents joined
+    order = torch.arange(batch.tokens.shape[1]).expand_as(batch.positions)
+    joined = replace(
+        batch, segment_ids=batch.segment_ids.clamp(max=1), positions=order
+    )  # a planted bug: documents joined
     assert off(run(params, joined.batch(), case.config, "sparse")[2]["indexer_kl"], whole[2]["indexer_kl"]) > 1e-2
 
 
