@@ -48,7 +48,7 @@ def variants() -> dict[str, dict[str, Any]]:
 
 
 def published() -> dict[str, dict[str, Any]]:
-    """{name: config.json} of Text-01."""
+    """{name: config.json} of Text-01 as transformers has it, and of M1 as it was published."""
     sizes = {"vocab_size": 200064, "hidden_size": 6144, "intermediate_size": 9216, "num_hidden_layers": 80}
     sizes |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 32}
     types = ["full_attention" if (i + 1) % 8 == 0 else "linear_attention" for i in range(80)]
@@ -59,12 +59,24 @@ def published() -> dict[str, dict[str, Any]]:
     own |= {"max_position_embeddings": 10240000, "layer_types": types, "num_experts_per_tok": 2, "use_cache": True}
     own |= {"attention_dropout": 0.0, "router_jitter_noise": 0.0, "sliding_window": None, "hidden_act": "silu"}
     own |= {"attn_type_list": [1 if (i + 1) % 8 == 0 else 0 for i in range(80)], "output_router_logits": False}
-    return {"minimax_text_01": {"model_type": "minimax"} | sizes | factors | own}
+    text_01 = {"model_type": "minimax"} | sizes | factors | own
+    return {"minimax_text_01": text_01, "minimax_m1": as_remote_code(text_01, "minimax_m1", "MiniMaxM1ForCausalLM")}
+
+
+def as_remote_code(values: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+    """A config.json in the dialect of the publisher's own code."""
+    kept = {name: value for name, value in values.items() if name not in ("layer_types", "block_size")}
+    for part, theirs in {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}.items():
+        for end in ("alpha", "beta"):
+            kept[f"layernorm_{theirs}_{end}"] = kept.pop(f"{part}_{end}_factor")
+    kinds = [1 if kind == "full_attention" else 0 for kind in values["layer_types"]]
+    own = {"model_type": model_type, "architectures": [architecture], "attn_type_list": kinds, "postnorm": True}
+    return kept | own | {"auto_map": {"AutoConfig": "configuration.Config"}, "transformers_version": "4.45.2"}
 
 
 def sizes() -> dict[str, int]:
     """{name of the published model: its number of parameters}."""
-    return {"minimax_text_01": 456_089_655_296}
+    return {"minimax_text_01": 456_089_655_296, "minimax_m1": 456_089_655_296}
 
 
 TOTALS: dict[str, int | str] = {"minimax-text-01": 456_089_655_296}

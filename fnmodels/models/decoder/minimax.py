@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnmodels.errors import ConfigError, UnsupportedError
 from fnmodels.inputs.mask import Create, MaskLike
 from fnmodels.inputs.order import Segments, last_segment
 from fnmodels.inputs.values import constants
 from fnmodels.models.common import decoder
-from fnmodels.models.common.config_json import ConfigJson, Fields
+from fnmodels.models.common.config_json import LAYERS_LIMIT, ConfigJson, Fields, renamed, shown
 from fnmodels.models.common.context import Context, with_context
 from fnmodels.models.common.decoder import embed, unembed  # noqa: F401
 from fnmodels.models.common.family import LayerKind, Traits, parsed
@@ -32,7 +33,7 @@ from fnmodels.ops.recurrent.ssd import ssd
 from fnmodels.ops.rotary import no_rotation
 from fnmodels.tree import Tree, flatten
 
-MODEL_TYPES = ("minimax",)
+MODEL_TYPES = ("minimax", "minimax_text_01", "minimax_m1")  # transformers' type, then those of published files
 ROUTER = RouterDtypes(param="model", projection="model", score="wide", output="wide")
 TRAITS = Traits(
     kinds=("full_moe", "linear_moe"),
@@ -42,6 +43,9 @@ TRAITS = Traits(
     leftovers=(r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",),  # which config.json says
 )
 _FACTORS = tuple(f"{part}_{name}_factor" for part in ("full_attn", "linear_attn", "mlp") for name in ("alpha", "beta"))
+_PARTS = {"full_attention": "full_attn", "linear_attention": "linear_attn", "mlp": "mlp"}
+# {factor in published files: its name in transformers}
+_PUBLISHED = {f"layernorm_{p}_{end}": f"{q}_{end}_factor" for p, q in _PARTS.items() for end in ("alpha", "beta")}
 _EPS = 1e-6  # of the norm of a linear layer's heads, which config.json does not say
 
 
@@ -72,7 +76,7 @@ class Config(decoder.BaseConfig):
     @staticmethod
     def from_hf(values: ConfigJson) -> "Config":
         """From a config.json; raises ConfigError or UnsupportedError with the field's name."""
-        fields = with_rotary_dim(Fields(values), 0)
+        fields = with_rotary_dim(_todays(Fields(values)), 0)
         usual = decoder.base_fields(fields, MODEL_TYPES, theta=1e6, max_positions=131072, kv_heads=8, partial=1.0)
         layers = usual["num_hidden_layers"]
         for name, value in {"router_jitter_noise": 0.0, "shared_intermediate_size": 0, "postnorm": True}.items():
@@ -99,6 +103,27 @@ class Config(decoder.BaseConfig):
         names = ("rms_norm_eps", "hidden_act", "num_local_experts", "num_experts_per_tok", "block_size", *_FACTORS)
         rope = rope_to_hf(self.rope) | {"partial_rotary_factor": self.rope.partial}  # written even if it is 1
         return decoder.decoder_to_hf(self, "MiniMaxForCausalLM", *names, rope_parameters=rope, layer_types=types)
+
+
+def _todays(fields: Fields) -> Fields:
+    """The fields in transformers' dialect, which published files, of types of their own, do not have."""
+    if fields.choice("model_type", MODEL_TYPES) == "minimax":
+        return fields
+    heads = fields.integer("num_attention_heads")
+    if heads & (heads - 1):  # the publisher's code takes their decays from those of two powers of two
+        raise UnsupportedError(
+            f"{fields.where}: 'num_attention_heads' is {heads}; only a power of two is supported in published files."
+        )
+    layers, kinds = fields.integer("num_hidden_layers", high=LAYERS_LIMIT), fields.take("attn_type_list")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(type(k) is not int or k not in (0, 1) for k in kinds):
+        raise ConfigError(
+            f"{fields.where}: 'attn_type_list' is {shown(kinds)}; it must have 0 (linear attention) or 1 (softmax "
+            f"attention) for each of {layers} layers."
+        )
+    types = decoder.layer_types([kind == 0 for kind in kinds], "linear_attention")
+    # The publisher's default of postnorm adds to the input before the norm.
+    known = {"postnorm": False, "layer_types": types} | {n: v for n, v in fields.values.items() if v is not None}
+    return renamed(Fields(known | {"model_type": "minimax"}, fields.where), _PUBLISHED)
 
 
 def spec(config: Config) -> Tree:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 import fnmodels
 import params as P
+from fnmodels.models.common.config_json import ConfigJson
 from fnmodels.models.decoder import minimax
 from fnmodels.ops import rms_norm
 from tests.support.cases import batch_of, generic_params, off, segments
-from tests.variants.minimax import TINY, published
+from tests.variants.minimax import TINY, as_remote_code, published
 
 CONFIG = minimax.Config.from_hf(TINY)
 ROWS = segments((5, 3), (-1, 6, 1))
@@ -74,3 +75,37 @@ def test_the_published_rotary_dim_is_followed() -> None:
 def test_kinds_of_files_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(P.UnsupportedError, match="'attn_type_list' is"):
         minimax.Config.from_hf(TINY | {"attn_type_list": [1, 0, 0]})
+
+
+REMOTE = {"minimax_text_01": "MiniMaxText01ForCausalLM", "minimax_m1": "MiniMaxM1ForCausalLM"}
+
+
+@pytest.mark.parametrize("model_type", REMOTE)
+def test_the_publishers_dialect_says_the_same_and_is_saved_in_todays(model_type: str) -> None:
+    """Names and defaults of configuration_minimax_text_01.py and modeling_minimax_text_01.py."""
+    text_01 = published()["minimax_text_01"]
+    assert minimax.Config.from_hf(as_remote_code(text_01, model_type, REMOTE[model_type])) == minimax.Config.from_hf(text_01)
+    theirs = as_remote_code(TINY, model_type, REMOTE[model_type]) | {"block_size": 7}
+    config = minimax.Config.from_hf(theirs)  # six factors that differ
+    saved = config.to_hf()
+    assert config == CONFIG and saved["model_type"] == "minimax" and saved["architectures"] == ["MiniMaxForCausalLM"]
+    assert minimax.Config.from_hf(saved) == CONFIG and not any(name.startswith("layernorm") for name in saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"postnorm": None}, "'postnorm' is false; only true"),
+        ({"attn_type_list": None}, "has no 'attn_type_list'"),
+        ({"attn_type_list": [0, 1]}, r"'attn_type_list' is \[0, 1\]; it must have 0 .* for each of 3 layers"),
+        ({"attn_type_list": [0, 2, 1]}, r"'attn_type_list' is \[0, 2, 1\]; it must have"),
+        ({"layer_types": ["full_attention"] * 3}, "'attn_type_list' is"),
+        ({"mlp_alpha_factor": 7.0}, "'layernorm_mlp_alpha' and 'mlp_alpha_factor' disagree"),
+        ({"num_attention_heads": 6}, "'num_attention_heads' is 6; only a power of two"),
+        ({"shared_intermediate_size": 8}, "'shared_intermediate_size' is 8"),
+    ],
+)
+def test_what_the_publishers_dialect_lacks_or_contradicts_is_refused(change: ConfigJson, sentence: str) -> None:
+    theirs = as_remote_code(TINY, "minimax_m1", REMOTE["minimax_m1"])
+    with pytest.raises((P.ConfigError, P.UnsupportedError), match=sentence):
+        minimax.Config.from_hf(theirs | change)

@@ -75,7 +75,7 @@ UNKNOWN = {
     "llada",
     "longcat_flash_ngram",
 }
-UNKNOWN |= {"nemotron-nas", "ouro", "rwkv7", "sdar"}
+UNKNOWN |= {"minimax_m1", "minimax_text_01", "nemotron-nas", "ouro", "rwkv7", "sdar"}
 
 
 def test_every_model_type_of_transformers_is_covered() -> None:
