@@ -93,6 +93,25 @@ def numbers_in_rows(segment_ids: Tensor) -> Tensor:
     return torch.zeros_like(order).scatter(1, order, begins.cumsum(1))
 
 
+def first_tokens(segment_ids: Tensor, positions: Tensor) -> Tensor:
+    """Whether each token has the lowest position of its document, as `Documents.first`; reads no values.
+
+    Args:
+        segment_ids: int [B or 1, S], where 0 and less is padding.
+        positions: int [B or 1, S], from any number on and in any order.
+
+    Returns:
+        bool [B, S], with one token in each document.
+    """
+    segment_ids, positions = torch.broadcast_tensors(segment_ids, positions)
+    order = positions.argsort(dim=1, stable=True)  # and by document: its first token is the first of these
+    order = order.gather(1, segment_ids.gather(1, order).argsort(dim=1, stable=True))
+    ids = segment_ids.gather(1, order)
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.zeros_like(begins).scatter(1, order, begins & (ids > 0))
+
+
 def sums_of_documents(values: Tensor, number: Tensor) -> Tensor:
     """For each token, the sum of values [B, S] over its document. number [B, S]: those of `numbers_in_rows`."""
     return torch.zeros_like(values).scatter_add(1, number, values).gather(1, number)

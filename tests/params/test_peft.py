@@ -63,7 +63,6 @@ UNREAD = {
     "deepseek_v4": (".o_a_proj",),  # a product for each group of heads
     "zamba2": tuple(f"shared_transformer.{name}" for name in _OF_BLOCK),
     "mistral_large4_text": ("mlp.gate", *(f"experts.{name}_proj" for name in ("gate", "up", "gate_up", "down"))),
-    "longformer": ("_global",),  # of global tokens, which a model with this head does not have
     "laguna": tuple(f".shared_experts.{name}_proj" for name in ("gate", "up", "down")),
 }
 

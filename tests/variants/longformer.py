@@ -5,8 +5,6 @@ from typing import Any
 from tests.variants import bert
 
 SEPARATE = {"packed": "its masks do not tell documents apart"}
-# Of global tokens, which a model with this head does not have.
-LEFT_OUT = {"longformer": ("_global.weight", "_global.bias")}
 
 TINY: dict[str, Any] = bert.TINY | {
     "architectures": ["LongformerForMaskedLM"],
@@ -19,11 +17,6 @@ TINY: dict[str, Any] = bert.TINY | {
     "eos_token_id": 2,
     "sep_token_id": 2,
 }
-
-
-def as_published(state: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Without the projections of global tokens, which files have and loading leaves out."""
-    return {name: tensor for name, tensor in state.items() if not name.endswith(LEFT_OUT["longformer"])}
 
 
 def variants() -> dict[str, dict[str, Any]]:
@@ -61,8 +54,8 @@ def published() -> dict[str, dict[str, Any]]:
     }
 
 
-# Parameters of the presets: those of transformers' LongformerForMaskedLM without the projections of global tokens.
-TOTALS: dict[str, int] = {"longformer-base-4096": 127_449_945, "longformer-large-4096": 359_082_073}
+# Parameters of the presets: those of transformers' LongformerForMaskedLM.
+TOTALS: dict[str, int] = {"longformer-base-4096": 148_711_257, "longformer-large-4096": 434_653_273}
 REFUSED = {"longformer": {"add_cross_attention", "is_decoder", "tie_word_embeddings"}}
 
 

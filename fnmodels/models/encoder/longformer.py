@@ -1,18 +1,19 @@
 """Longformer (arXiv 2004.05150): RoBERTa with sliding windows, beside which some tokens see all and are seen by all.
 
 Such a global token has projections of its own. A head with one result per document makes its first token global, as in
-transformers; other heads have none, and do not read those projections. Other global tokens, such as those of a
-question, are not built.
+transformers; other heads have none, and keep those projections unread, for a later head and for files. Other global
+tokens, such as those of a question, are not built.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnmodels.errors import ConfigError, UnsupportedError
-from fnmodels.inputs.mask import Create, MaskLike, masks_of
+from fnmodels.inputs.documents import first_tokens
+from fnmodels.inputs.mask import Create, check_one_axis, masks_of
 from fnmodels.inputs.rules import BidirectionalWindow, Rule, Tokens
 from fnmodels.models.common import decoder, encoder, encoder_storage
 from fnmodels.models.common.config_json import ConfigJson, Fields, shown
@@ -40,10 +41,15 @@ _GLOBAL = tuple(f"{name}_{end}" for name in "qkv" for end in ("proj", "bias"))
 
 @dataclass(frozen=True)
 class First(Rule):
-    """Pairs with a document's first token, which sees all of its document and is seen by all of it."""
+    """Pairs with a document's first token, which sees all of its document and is seen by all of it.
+
+    The spans of the mask are 1 at first tokens: positions alone do not say where a document begins.
+    """
 
     def __call__(self, q: Tokens, kv: Tokens) -> Tensor:
-        return (q.positions == 0) | (kv.positions == 0)
+        if q.spans is None or kv.spans is None:
+            raise ValueError("The rule First needs span ids, 1 at first tokens: pass `spans` where the mask is built.")
+        return (q.spans > 0) | (kv.spans > 0)
 
 
 @dataclass(frozen=True)
@@ -100,11 +106,9 @@ def _window(fields: Fields, layers: int) -> int:
 def spec(config: Config) -> Tree:
     """The parameters: weights [out, in]."""
     tree = encoder.spec(config)
-    if not config.first_is_global:
-        return tree
     heads, D, std = config.num_attention_heads, config.hidden_size, config.initializer_range
     leaves = attention_leaves(D, heads, heads, config.head_dim, std=std, qkv_bias=True)
-    own = {"global": {name: leaves[name] for name in _GLOBAL}}
+    own = {"global": {name: replace(leaves[name], trainable=config.first_is_global) for name in _GLOBAL}}
     return tree | {"layers": [layer | {"attention": layer["attention"] | own} for layer in tree["layers"]]}
 
 
@@ -118,10 +122,8 @@ def hf_names(config: Config) -> dict[str, str]:
 
 
 def leftovers(config: Config) -> tuple[str, ...]:
-    """See `encoder_storage.roberta_leftovers`; and projections of global tokens where there are none."""
-    usual = encoder_storage.roberta_leftovers("longformer.", config)
-    unread = r"(longformer\.)?encoder\.layer\.\d+\.attention\.self\.(query|key|value)_global\.(weight|bias)"
-    return usual if config.first_is_global else (*usual, unread)
+    """See `encoder_storage.roberta_leftovers`."""
+    return encoder_storage.roberta_leftovers("longformer.", config)
 
 
 def kinds(config: Config) -> tuple[str, ...]:
@@ -131,35 +133,40 @@ def kinds(config: Config) -> tuple[str, ...]:
 
 def attention_masks(
     config: Config, positions: Tensor, segment_ids: Tensor, *, create: Create | None = None
-) -> dict[str, MaskLike]:
-    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`."""
+) -> dict[str, Any]:
+    """{kind: mask}; positions and segment_ids [B, S]. create: see `fnmodels.inputs.mask.build_mask`.
+
+    With global tokens it is {"attention": mask, "first": int64 [B, S], 1 at the first token of each document}.
+    """
     window: Rule = BidirectionalWindow(config.sliding_window)
-    rule = window | First() if config.first_is_global else window
-    return masks_of({"sliding": rule}, positions, segment_ids, create=create)
+    if not config.first_is_global:
+        return masks_of({"sliding": window}, positions, segment_ids, create=create)
+    check_one_axis(positions)
+    first = first_tokens(segment_ids, positions).long()
+    masks = masks_of({"sliding": window | First()}, positions, segment_ids, spans=first, create=create)
+    return {"sliding": {"attention": masks["sliding"], "first": first}}
 
 
-def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, dict[str, Tensor]]:
-    """{kind: {"table": no rotation, since `embed` adds the positions, "first": fp32 [B, S], 1 for first tokens}}."""
-    return {"sliding": {"table": no_rotation(positions), "first": (positions == 0).to(torch.float32)}}
+def freqs_cis(config: Config, positions: Tensor, *, length: int | Tensor | None = None) -> dict[str, Tensor]:
+    """{kind: fp32 [B, S, 0, 2]}: no rotary embedding, since `embed` adds the positions."""
+    return {"sliding": no_rotation(positions)}
 
 
 @with_context
-def block(
-    layer: Tree, x: Tensor, mask: Any, freqs: dict[str, Tensor], /, *, config: Config, kind: str, ctx: Context
-) -> Tensor:
+def block(layer: Tree, x: Tensor, mask: Any, freqs: Tensor, /, *, config: Config, kind: str, ctx: Context) -> Tensor:
     """One layer: x [B, S, D] -> x."""
     weights = layer["attention"]
-    if "global" not in weights:
-        return encoder.passes(layer, x, mask, freqs["table"], config, ctx)
+    if not config.first_is_global:
+        return encoder.passes(layer, x, mask, freqs, config, ctx)
 
     def attend(x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Global heads beside local ones, of which a first token takes the former: all see the same pairs."""
         extra = project_qkv(weights["global"], x, head_dim=config.head_dim)
         q, k, v = (torch.cat(pair, 2) for pair in zip((q, k, v), extra, strict=True))
-        local, of_all = ctx.attend(q, k, v, mask, scale=config.score_scale).chunk(2, 2)
-        return torch.where(freqs["first"][..., None, None] > 0, of_all, local)
+        local, of_all = ctx.attend(q, k, v, mask["attention"], scale=config.score_scale).chunk(2, 2)
+        return torch.where(mask["first"][..., None, None] > 0, of_all, local)
 
-    return encoder.passes(layer, x, mask, freqs["table"], config, ctx, attend)
+    return encoder.passes(layer, x, mask, freqs, config, ctx, attend)
 
 
 _BASE: ConfigJson = {

@@ -84,7 +84,9 @@ REMOTE = {"minimax_text_01": "MiniMaxText01ForCausalLM", "minimax_m1": "MiniMaxM
 def test_the_publishers_dialect_says_the_same_and_is_saved_in_todays(model_type: str) -> None:
     """Names and defaults of configuration_minimax_text_01.py and modeling_minimax_text_01.py."""
     text_01 = published()["minimax_text_01"]
-    assert minimax.Config.from_hf(as_remote_code(text_01, model_type, REMOTE[model_type])) == minimax.Config.from_hf(text_01)
+    assert minimax.Config.from_hf(as_remote_code(text_01, model_type, REMOTE[model_type])) == minimax.Config.from_hf(
+        text_01
+    )
     theirs = as_remote_code(TINY, model_type, REMOTE[model_type]) | {"block_size": 7}
     config = minimax.Config.from_hf(theirs)  # six factors that differ
     saved = config.to_hf()
