@@ -83,6 +83,8 @@ def test_every_tensor_counts(case: Case) -> None:
         tables_of_layer = [] if layer is None else tree.leaves(tables[kinds[layer]])
         if path.endswith("k_bias") and any(table.shape[-2:] == (0, 2) for table in tables_of_layer):
             continue  # without rotary embedding a key bias shifts all scores of a query: no effect on softmax
+        if ".attention.global." in path:
+            continue  # read for the head "classification": tests/fnmodels/models/test_longformer.py
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1))
         chooses = path.endswith(("selection_bias", "tid2eid", "token_map")) or ".indexer." in path
         share = 1.0 if chooses else 0.02  # large enough to change a choice

@@ -104,7 +104,9 @@ def loss_of(config: Any, params: Any, **options: Any) -> Tensor:
 def gradients(loss: Tensor, params: Any) -> dict[str, Any]:
     """{path: gradient} of the trainable parameters; the others have these names."""
     frozen = ("selection_bias", "xielu_beta", "xielu_eps", "tid2eid", "token_map")
-    flat = {p: leaf for p, leaf in tree.flatten(params).items() if not p.endswith(frozen) and ".indexer." not in p}
+    parts = (".indexer.", ".attention.global.")
+    leaves = tree.flatten(params).items()
+    flat = {p: leaf for p, leaf in leaves if not p.endswith(frozen) and not any(part in p for part in parts)}
     return dict(zip(flat, torch.autograd.grad(loss, list(flat.values())), strict=True))
 
 
