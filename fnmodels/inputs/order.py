@@ -65,6 +65,28 @@ def check_order(positions: Tensor, segment_ids: Tensor) -> None:
         )
 
 
+def check_own_positions(positions: Tensor, segment_ids: Tensor) -> None:
+    """ValueError for two tokens of a document, [B, S], at one position, where it names a token.
+
+    Values are read where that waits for no device, as in `check_order`.
+    """
+    given, ids = at_hand(positions), at_hand(segment_ids)
+    if given is None or ids is None or given.shape[-1] < 2:
+        return
+    given, ids = torch.broadcast_tensors(given, ids)
+    order = given.argsort(dim=-1, stable=True)
+    order = order.gather(-1, ids.gather(-1, order).argsort(dim=-1, stable=True))  # by document, then by position
+    place, document = given.gather(-1, order), ids.gather(-1, order)
+    same = (place[:, 1:] == place[:, :-1]) & (document[:, 1:] == document[:, :-1]) & (document[:, 1:] > 0)
+    for row, at in same.nonzero()[:1].tolist():
+        first, second = order[row, at : at + 2].tolist()
+        raise ValueError(
+            f"Row {row} has position {int(place[row, at])} twice in document {int(document[row, at])}, at tokens "
+            f"{first} and {second}, and layers of this model know a token of a document by its position (windows of "
+            "tokens): give each token a position of its own."
+        )
+
+
 _ORDERED = "layers of this model (recurrent ones, convolutions) read tokens in the order of the row"
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fnmodels import tree
 
+from .order import check_own_positions
 from .segments import integers
 
 
@@ -37,11 +38,13 @@ class Windows:
 def build_windows(positions: Tensor, segment_ids: Tensor, ratio: int) -> Windows:
     """The `Windows` of a batch of positions and segment ids [B, S], in any order of the tokens.
 
-    Positions of a document differ. ValueError for tensors that are not integers and for a ratio below 1.
+    ValueError for tensors that are not integers, for a ratio below 1, and for a document with a position twice where
+    values are at hand.
     """
     if ratio < 1:
         raise ValueError(f"ratio is {ratio}; a window has at least one token.")
     positions, segments = integers("positions", positions), integers("segment_ids", segment_ids)
+    check_own_positions(positions, segments)
     return Windows(window_slots(positions, segments, ratio), positions, segments, ratio)
 
 

@@ -98,8 +98,11 @@ def attention(
         check_device(name, q)
     if not (chosen.guarded or "all" in chosen.supports):
         shared = v is k  # keys that are their own values, which a kernel may read once
-        q, k, v = first_order(name, q, k, v, vmap="vmap" in chosen.supports)
+        given = (q, k, v) if sinks is None else (q, k, v, sinks)
+        q, k, v, *of_heads = first_order(name, *given, vmap="vmap" in chosen.supports)
         v = k if shared else v
+        if of_heads:
+            scoring = scoring._replace(sinks=of_heads[0])
     return chosen.run(q, k, v, form, scoring)
 
 

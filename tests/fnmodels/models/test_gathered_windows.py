@@ -109,11 +109,12 @@ def test_gathered_windows_in_another_order(name: str) -> None:
 @every_model
 @pytest.mark.parametrize("rings", [False, True])
 def test_gathered_windows_in_pieces_on_a_cache(name: str, rings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that end inside windows, single tokens among them, and two documents in a row."""
+    """Pieces that end inside windows, single tokens among them, and two documents in a row; empty slots hold NaN."""
     config, params = CASES[name].config, made(name)[1]
     batch = batch_of(config, segments((22,), (22,)) if rings else ROWS)
     whole = batch.forward(params)
     cache, found = fnmodels.init_cache(config, len(whole), 26, dtype=torch.float64, rings=rings, length=24), []
+    cache = tree.map(lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else t, cache)
     without_masks(monkeypatch)
     for part in zip(
         *(t.split((9, 1, 1, 11), 1) for t in (batch.tokens, batch.positions, batch.segment_ids)), strict=True
@@ -123,6 +124,33 @@ def test_gathered_windows_in_pieces_on_a_cache(name: str, rings: bool, monkeypat
         logits, cache = fnmodels.decode(params, *step, cache, config=config, kernel="sparse")
         found.append(logits)
     assert off(torch.cat(found, 1)[batch.valid], whole[batch.valid]) < 1e-10
+
+
+@every_model
+def test_prepare_refuses_a_position_twice_in_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order of the tokens, and in steps; without the check, a mask sees both tokens and places are of one."""
+    config, params = CASES[name].config, made(name)[1]
+    tokens = batch_of(config, torch.ones(2, 12, dtype=torch.long)).tokens
+    ids, twice = torch.ones_like(tokens), torch.tensor([[*range(12)], [0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 10]])
+    prepared = functools.partial(fnmodels.prepare, config, tokens, length=24)
+    with pytest.raises(ValueError, match=r"Row 1 has position 3 twice in document 1, at tokens 3 and 4"):
+        prepared(positions=twice, segment_ids=ids)
+    with pytest.raises(ValueError, match=r"Row 1 has position 3 twice in document 1, at tokens 7 and 8"):
+        prepared(positions=twice.flip(1), segment_ids=ids)
+    prepared(positions=twice, segment_ids=torch.tensor([[1] * 12, [1] * 4 + [2] * 8]))
+    prepared(positions=twice, segment_ids=torch.tensor([[1] * 12, [1] * 4 + [0] * 8]))
+    cache = fnmodels.init_cache(config, 2, 20, dtype=torch.float64, length=24)
+    _, cache = fnmodels.decode(params, *fnmodels.prepare_step(config, tokens, cache), cache, config=config)
+    for given, sentence in (([12, 12], "position 12 twice in document 1, at tokens 0 and 1"), ([11, 12], "not above")):
+        positions = torch.tensor([[12, 13], given])
+        with pytest.raises(ValueError, match=f"Row 1 has .*{sentence}"):
+            fnmodels.prepare_step(config, tokens[:, :2], cache, positions=positions, segment_ids=ids[:, :2])
+    monkeypatch.setattr("fnmodels.inputs.windows.check_own_positions", lambda *given: None)
+    both = [
+        fnmodels.forward(params, *prepared(positions=twice, segment_ids=ids), config=config, kernel=kernel)
+        for kernel in ("math", "sparse")
+    ]
+    assert off(both[0][0], both[1][0]) < 1e-10 and off(both[0][1], both[1][1]) > 1e-3
 
 
 @every_model

@@ -9,6 +9,7 @@ from torch import Tensor
 from fnmodels.ops.attention import sparse
 from fnmodels.ops.attention.choice import Choice, every_key, named_once
 from fnmodels.ops.attention.select import attention
+from fnmodels.options import Kernel
 
 B, Q, K, N, G, H, HV = 2, 7, 13, 6, 2, 5, 4
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -92,6 +93,23 @@ def test_sparse_vmap_of_gradients_equals_a_loop_and_others_are_refused() -> None
         torch.func.jvp(lambda q: total(q, *(t[0] for t in rows[1:])), (q[0],), (q[0],))
     with pytest.raises(NotImplementedError, match='kernel="math"'):
         torch.func.hessian(total)(*(t[0] for t in rows))
+
+
+@pytest.mark.parametrize("kernel", ["sparse", "sdpa"])
+def test_a_second_derivative_of_sinks_alone_is_refused(kernel: Kernel) -> None:
+    (q, k, v), sinks, choice = drawn()
+    mask = choice if kernel == "sparse" else choice.dense()
+
+    def total(sinks: Tensor) -> Tensor:
+        return attention(q, k, v, mask, kernel=kernel, scale=0.3, sinks=sinks).sin().sum()
+
+    (first,) = torch.autograd.grad(total(sinks.requires_grad_()), sinks, create_graph=True)
+    for second in (
+        lambda: torch.autograd.grad(first.square().sum(), sinks),
+        lambda: torch.func.grad(lambda s: torch.func.grad(total)(s).square().sum())(sinks),
+    ):
+        with pytest.raises(NotImplementedError, match=f'kernel="{kernel}" does not support .*: kernel="math"'):
+            second()
 
 
 def test_sparse_choice_of_another_batch_is_refused() -> None:
