@@ -16,9 +16,13 @@ from fnmodels.inputs.mask import Mask, MaskLike
 from fnmodels.inputs.rules import reach_of
 from fnmodels.inputs.windows import Windows
 
-from ..attention.choice import Choice
+from ..attention.choice import READ_ONCE, Choice, gathering_pays
 from ..attention.windows import WindowKeys, window_mask
 from ..indexer import Keys, chosen, chosen_places, keys_of, pieces, visible
+
+# Measured on CPUs, in products of two elements: what a place costs beside them, a key beside its mask, and the least
+# number of all that takes longer than finding places does.
+EACH, KEY, START = 512, 4096, 1 << 24
 
 
 def windows_of(keys: WindowKeys, windows: Windows, among: Tensor | None = None) -> Keys:
@@ -55,6 +59,18 @@ class TokensAndWindows:
             return math.inf
         windows = self.windows.positions.shape[1]
         return _near(self.tokens) + (windows if self.choices is None or not windows else self.choices.shape[-1])
+
+    def pays(self, q: Tensor) -> bool:
+        """Whether the places take q [B, Q, N, H] at most as long as a mask on CPUs, by the shapes alone.
+
+        Few heads that are narrow, and few queries of few keys, are faster under a mask. Other devices follow the same
+        figures, which nobody has measured there.
+        """
+        rows, queries, heads, width = q.shape
+        if self.count == math.inf or rows * self.keys * (queries * heads * width + KEY) < START:
+            return False
+        cost = READ_ONCE * (1 + EACH / (heads * width))
+        return gathering_pays(self.keys, int(self.count), heads, 1, cost=cost)
 
     def dense(self) -> Tensor:
         """bool [B, 1, Q, T + C]."""

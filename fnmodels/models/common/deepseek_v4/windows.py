@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fnmodels.inputs.windows import Windows, window_slots
 from fnmodels.models.common.context import Context
-from fnmodels.ops.attention.choice import READ_ONCE, gathering_pays, reader_of_choices, reads_choices
+from fnmodels.ops.attention.choice import reader_of_choices, reads_choices
 from fnmodels.ops.attention.select import attention
 from fnmodels.ops.attention.windows import (
     OfTokens,
@@ -229,7 +229,7 @@ def attend_to_windows(
         own = getattr(kernel, "before").kernel  # noqa: B009 - of one process: all keys are here
         kernel = reader_of_choices(kernel) or own
     read = TokensAndWindows(tokens, windows_of(windows, mask["windows"]), choices)
-    seen = read.places() if _reads_places(kernel, read, q.shape[2]) else read.dense()
+    seen = read.places() if _reads_places(kernel, read, q) else read.dense()
     keys = torch.cat((kv, windows.keys.unsqueeze(2)), 1)
     ctx.saw_windows(q, keys, seen, kv.shape[1], scale=scale, sinks=sinks)
     show = ctx.tap if ctx.wants_any(("attention.scores", "attention.pattern")) else None
@@ -237,9 +237,9 @@ def attend_to_windows(
     return ctx.tap("attention.z", z)
 
 
-def _reads_places(kernel: Kernel, read: TokensAndWindows, heads: int) -> bool:
-    """Whether a kernel is given the places of keys, and not a mask of all of them, for `heads` of queries."""
+def _reads_places(kernel: Kernel, read: TokensAndWindows, q: Tensor) -> bool:
+    """Whether a kernel is given the places of keys, and not a mask of all of them, for queries q [B, Q, N, H]."""
     # In this order: a count would bind an exported program to rows that are as long as the reach of its tokens.
     if not reads_choices(kernel) or read.count == math.inf:
         return False
-    return reader_of_choices(kernel) != "auto" or gathering_pays(read.keys, int(read.count), heads, 1, cost=READ_ONCE)
+    return reader_of_choices(kernel) != "auto" or read.pays(q)
