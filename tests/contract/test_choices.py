@@ -121,7 +121,10 @@ def test_gathered_keys_equal_a_mask(case: Case) -> None:
     if choices.shape[2] > 1:  # a planted bug
         swapped = run(case, batch, params, choices.flip(2), kernel="sparse")
         assert off(swapped[0], want[0]) > 1e-3
-    foreign = replace(batch, segment_ids=batch.segment_ids.clamp(max=1))  # a planted bug: documents joined
+    going_on = torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens)
+    foreign = replace(  # a planted bug: documents joined
+        batch, segment_ids=batch.segment_ids.clamp(max=1), positions=going_on
+    )
     assert off(run(case, foreign, params, kernel="sparse")[0], want[0]) > 1e-3
     cache = fnmodels.init_cache(case.config, 1, 19, dtype=torch.float64, length=24)
     alone = batch_of(case.config, segments((19,)))
