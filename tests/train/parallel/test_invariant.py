@@ -119,9 +119,9 @@ def test_layers_of_other_families_have_the_bits_of_any_packing(ranks: Ranks, nam
 
 @pytest.mark.parametrize("mesh", ["", "fsdp=2"])
 def test_other_kernels_have_bits_that_depend_on_the_packing(ranks: Ranks, mesh: str) -> None:
-    for kernel in ("auto", "invariant"):
-        found = ranks(2)(bits, "dense", mesh, kernel, {}, TWO)[0]
-        same = all(found["two rows"][number] == found[SINGLE][number] for number in found[SINGLE])
+    for kernel in ("math", "invariant"):
+        found = ranks(2)(bits, "dense", mesh, kernel, {}, PACKINGS | TWO)[0]
+        same = all(logp == found[SINGLE][n] for packing in found.values() for n, logp in packing.items())
         assert same == (kernel == "invariant")
 
 
