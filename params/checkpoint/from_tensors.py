@@ -27,7 +27,7 @@ from .tensor_map import (
     unread_part,
     untied_config,
 )
-from .value_checks import refuse_wrong_numbers
+from .value_checks import is_as_stated, refuse_wrong_numbers
 
 
 def from_tensors(config: DecoderConfig, tensors: Iterable[tuple[str, Tensor]]) -> Tree:
@@ -121,6 +121,8 @@ def _differences(config: DecoderConfig, form: _Form) -> list[str]:
             faults.append(f"{name}: of the part {part!r}, which is not read; leave it out")
         elif not is_leftover(config, form.prefix + name):
             faults.append(f"{name}: unexpected, {list(found[name].shape)}")
+        elif not is_as_stated(config, form.prefix + name, found[name]):
+            faults.append(f"{name}: does not hold the values that follow from the config")
     for name, original in form.tied.items():
         if name in found and original in found and not _same(found[name], found[original]):
             faults.append(f"{name}: differs from {original}, but by the config they are one tensor")

@@ -33,7 +33,7 @@ from .hub import local_folder
 from .load_gguf import is_gguf, load_gguf
 from .read_leaf import Source, full_box, keep_leaf, read_leaf
 from .tensor_map import StoredLeaf, dtype_class
-from .value_checks import check_ties, refuse_non_finite, refuse_wrong_numbers
+from .value_checks import check_ties, refuse_non_finite, refuse_other_than_stated, refuse_wrong_numbers
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,9 @@ def load_pretrained(
         }
         share = next(iter(placements.values())).rank_and_count() if placements else (0, 1)
         source = Source(checked.found, {}, cast_buffer(), torch.device(device or _device(placements)), copy)
+        refuse_other_than_stated(
+            checked.config, checked.leftovers[share[0] :: share[1]], checked.prefix, checked.found, source.buffer
+        )
         check_ties(checked.tied, checked.found, source.buffer, share)
         made: dict[str, tuple[Any, bool]] = {}
         lacking = [parameter for parameter in chosen if parameter.path in checked.of_tokenizer]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fnmodels.errors import MismatchError
+from fnmodels.models.common.family import DecoderConfig, function_of
+from fnmodels.models.common.registry import family_of
 from fnmodels.models.common.spec import InTurn
 from fnmodels.models.common.storage import Stack, disk_name, disk_names
 from params.io.safetensors_file import Box, TensorEntry, read_into
@@ -75,6 +77,28 @@ def refuse_wrong_numbers(source: object, leaves: Sequence[StoredLeaf], flat: dic
                 )
     if faults:
         raise MismatchError(f"{source}: numbers of nothing that the model has:{as_lines(faults)}")
+
+
+def refuse_other_than_stated(
+    config: DecoderConfig, leftovers: Iterable[str], prefix: str, found: Found, buffer: Tensor
+) -> None:
+    """MismatchError listing the leftovers that do not hold what follows from config.json, and others compute with."""
+    if function_of(family_of(config), "as_stated") is None:
+        return
+    values = ((prefix + name, read_located(found[name], None, buffer, None)) for name in leftovers)  # one at a time
+    wrong = [name for name, value in values if not is_as_stated(config, name, value)]
+    if wrong:
+        where = next(iter(found.values()))[0].path.parent
+        raise MismatchError(f"{where}: tensors {OTHER_THAN_STATED}:{as_lines(wrong)}")
+
+
+OTHER_THAN_STATED = "that follow from config.json hold other values, with which this model would not be computed"
+
+
+def is_as_stated(config: DecoderConfig, name: str, value: Tensor) -> bool:
+    """Whether a tensor that is no parameter holds what follows from config.json, where anything does."""
+    as_stated = function_of(family_of(config), "as_stated")
+    return as_stated is None or value.is_meta or bool(as_stated(config, name, value))
 
 
 def refuse_non_finite(

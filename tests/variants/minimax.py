@@ -80,4 +80,5 @@ def sizes() -> dict[str, int]:
 
 
 TOTALS: dict[str, int | str] = {"minimax-text-01": 456_089_655_296}
+NO_FILE = {"minimax_text_01": "as that of minimax_m1 but for its names: tests/fnmodels/models/test_minimax.py"}
 REFUSED = {"minimax": {"router_jitter_noise", "sliding_window"}}

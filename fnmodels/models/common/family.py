@@ -328,7 +328,7 @@ _NAMES = tuple(trait.name for trait in fields(Traits))
 OptionalFunction = (
     Literal["layer_inputs", "shared", "example_inputs", "outputs", "classify"]
     | Literal["stacks", "batch_inputs", "token_inputs", "hf_copies", "leftovers", "in_memory", "stream_norm"]
-    | Literal["left_shape", "lent_like", "in_memory_forms", "mtp_kinds"]
+    | Literal["left_shape", "lent_like", "in_memory_forms", "mtp_kinds", "as_stated"]
 )
 _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (params, inputs, x, config=) -> [B, S, layers, P] for a config with hidden_size_per_layer_input P: what each layer
@@ -364,6 +364,7 @@ _FUNCTIONS: dict[str, Callable[..., Any] | None] = {
     # (config, kind, x [B, S, ..], keys) -> {name: a tensor like it} of what a layer of this kind lends, see `carried`
     "lent_like": None,
     "leftovers": lambda config: (),  # (config) -> patterns beside `Traits.leftovers`, which depend on the config
+    "as_stated": None,  # (config, name, value of a leftover) -> whether it holds what follows from config.json
 }
 
 

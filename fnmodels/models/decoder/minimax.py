@@ -5,6 +5,7 @@ normed input, by factors, and each layer has a mixture of experts.
 """
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,8 @@ TRAITS = Traits(
     routed=True,
     router=ROUTER,
     in_memory={r"\.block_sparse_moe\.": ".mlp."},
-    leftovers=(r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",),  # which config.json says
+    classes={"minimax_text_01": "MiniMaxText01ForCausalLM", "minimax_m1": "MiniMaxM1ForCausalLM"},
+    leftovers=(r"model\.layers\.\d+\.self_attn\.(slope_rate|(query|key|diagonal)_decay)",),  # see `as_stated`
 )
 _FACTORS = tuple(f"{part}_{name}_factor" for part in ("full_attn", "linear_attn", "mlp") for name in ("alpha", "beta"))
 _PARTS = {"full_attention": "full_attn", "linear_attention": "linear_attn", "mlp": "mlp"}
@@ -186,6 +188,31 @@ def decay_rates(config: Config, layer: int) -> Sequence[float]:
     heads, last = config.num_attention_heads, config.num_hidden_layers - 1
     factor = 1 - layer / (last + 1e-5) + 1e-5
     return tuple(2.0 ** (-8 / heads * (head + 1)) * factor for head in range(heads))
+
+
+def as_stated(config: Config, name: str, value: Tensor) -> bool:
+    """Whether the decays that transformers stores, and computes with, are those of `decay_rates` but for rounding.
+
+    query_decay and key_decay [heads, block, 1] are those from the begin and to the end of a block of tokens, and
+    diagonal_decay [1, heads, block, block] those between two of them; all are at most 1.
+    """
+    found, heads, block = re.fullmatch(TRAITS.leftovers[0], name), config.num_attention_heads, config.block_size
+    if found is None:
+        return True
+    shapes = {None: (heads, 1, 1), "diagonal": (1, heads, block, block)}
+    if value.shape != shapes.get(found[2], (heads, block, 1)) or not value.is_floating_point():
+        return False
+    rates = torch.tensor(decay_rates(config, int(name.split(".")[2])), dtype=torch.float64)[:, None, None]
+    places = torch.arange(block, dtype=torch.float64)[:, None] + 1
+    steps = {
+        "query": places,
+        "key": block - places,
+        "diagonal": (places - places.T).where(places >= places.T, torch.inf),
+    }
+    wanted = rates if found[2] is None else torch.exp(-rates * steps[found[2]])
+    number = torch.finfo(value.dtype)
+    slack = max(4, heads / 4) * number.eps * (rates if found[2] is None else 1)  # it takes powers up to `heads`
+    return bool(((value.double().cpu() - wanted).abs() <= slack + number.smallest_normal).all())
 
 
 @with_context

@@ -1,10 +1,14 @@
 """MiniMax-Text-01: lightning attention is the recurrence that its paper writes, and sublayers add by factors."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 import fnmodels
 import params as P
@@ -81,16 +85,19 @@ REMOTE = {"minimax_text_01": "MiniMaxText01ForCausalLM", "minimax_m1": "MiniMaxM
 
 
 @pytest.mark.parametrize("model_type", REMOTE)
-def test_the_publishers_dialect_says_the_same_and_is_saved_in_todays(model_type: str) -> None:
+def test_the_publishers_dialect_says_the_same_and_is_saved_in_todays(model_type: str, tmp_path: Path) -> None:
     """Names and defaults of configuration_minimax_text_01.py and modeling_minimax_text_01.py."""
     text_01 = published()["minimax_text_01"]
-    assert minimax.Config.from_hf(as_remote_code(text_01, model_type, REMOTE[model_type])) == minimax.Config.from_hf(
-        text_01
-    )
+    published_file = as_remote_code(text_01, model_type, REMOTE[model_type])
+    (tmp_path / "config.json").write_text(json.dumps(published_file))
+    assert P.load_config(tmp_path) == fnmodels.preset("minimax-text-01")
     theirs = as_remote_code(TINY, model_type, REMOTE[model_type]) | {"block_size": 7}
     config = minimax.Config.from_hf(theirs)  # six factors that differ
     saved = config.to_hf()
     assert config == CONFIG and saved["model_type"] == "minimax" and saved["architectures"] == ["MiniMaxForCausalLM"]
+    P.save_pretrained(tmp_path / "ours", CONFIG, P.init(CONFIG, 0))
+    (tmp_path / "ours/config.json").write_text(json.dumps(theirs))
+    assert P.load_pretrained(tmp_path / "ours")[0] == CONFIG
     assert minimax.Config.from_hf(saved) == CONFIG and not any(name.startswith("layernorm") for name in saved)
 
 
@@ -111,3 +118,43 @@ def test_what_the_publishers_dialect_lacks_or_contradicts_is_refused(change: Con
     theirs = as_remote_code(TINY, "minimax_m1", REMOTE["minimax_m1"])
     with pytest.raises((P.ConfigError, P.UnsupportedError), match=sentence):
         minimax.Config.from_hf(theirs | change)
+
+
+BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_stored_decays_are_those_of_the_config_or_refused(heads: int, dtype: torch.dtype) -> None:
+    """transformers computes with them: as cast from fp32, and as it makes them in half precision."""
+    values = TINY | {"num_attention_heads": heads, "head_dim": 2, "hidden_size": 8}
+    config = minimax.Config.from_hf(values)
+    attentions = []
+    for made_in in (torch.float32, dtype):
+        torch.set_default_dtype(made_in)
+        try:
+            attentions.append(MiniMaxLightningAttention(transformers.AutoConfig.for_model(**values), 1).to(dtype))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for attention in attentions:
+        for name in BUFFERS:
+            stored, path = getattr(attention, name), f"model.layers.1.self_attn.{name}"
+            assert minimax.as_stated(config, path, stored), name
+            other = path.replace(".1.", ".0.")
+            assert not minimax.as_stated(config, other, stored) and not minimax.as_stated(config, path, stored[..., :0])
+            assert not minimax.as_stated(config, path, torch.full_like(stored, torch.nan))
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_file_with_decays_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    model = transformers.MiniMaxForCausalLM(transformers.AutoConfig.for_model(**TINY))
+    model.save_pretrained(tmp_path / "usual")
+    assert P.load_pretrained(tmp_path / "usual")[0] == CONFIG
+    P.from_tensors(CONFIG, model.state_dict().items())
+    with torch.no_grad():
+        getattr(model.model.layers[1].self_attn, name).mul_(0.9)
+    model.save_pretrained(tmp_path / "own")
+    with pytest.raises(P.MismatchError, match=rf"hold other values, .*\n.*model\.layers\.1\.self_attn\.{name}"):
+        P.load_pretrained(tmp_path / "own")
+    with pytest.raises(P.MismatchError, match=f"{name}: does not hold the values that follow from the config"):
+        P.from_tensors(CONFIG, model.state_dict().items())
