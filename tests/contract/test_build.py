@@ -52,8 +52,12 @@ def test_families_are_found() -> None:
     assert "llama" in family_modules()
 
 
+# Of a publisher's dialect, whose Configs have transformers' type: tests/fnmodels/models/test_minimax.py.
+OTHER_DIALECTS = {"minimax_text_01", "minimax_m1"}
+
+
 def test_every_model_type_has_a_variant() -> None:
-    assert {case.config.model_type for case in cases()} == fnmodels.families().keys()
+    assert {case.config.model_type for case in cases()} == fnmodels.families().keys() - OTHER_DIALECTS
 
 
 def test_a_family_without_variants_fails() -> None:
