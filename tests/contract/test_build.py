@@ -38,7 +38,7 @@ from tests.support.cases import (
     variants_of,
     with_kernels,
 )
-from tests.support.status import CHECKED
+from tests.support.status import CHECKED, DIALECTS
 
 every_structure = pytest.mark.parametrize("case", structures(), ids=str)
 every_short_structure = pytest.mark.parametrize("case", [short(case) for case in structures()], ids=str)
@@ -52,12 +52,8 @@ def test_families_are_found() -> None:
     assert "llama" in family_modules()
 
 
-# Of a publisher's dialect, whose Configs have transformers' type: tests/fnmodels/models/test_minimax.py.
-OTHER_DIALECTS = {"minimax_text_01", "minimax_m1"}
-
-
 def test_every_model_type_has_a_variant() -> None:
-    assert {case.config.model_type for case in cases()} == fnmodels.families().keys() - OTHER_DIALECTS
+    assert {case.config.model_type for case in cases()} == fnmodels.families().keys() - DIALECTS.keys()
 
 
 def test_a_family_without_variants_fails() -> None:

@@ -23,6 +23,8 @@ COLUMNS = {
 PRESET, CHECKED = "published sizes", "largest config checked"  # names of properties: (model type, parameters)
 HEAD = ("model type", "file", *COLUMNS, PRESET, CHECKED)
 BEGIN, END = "<!-- status: written by FNMODELS_UPDATE_DOCS=1 make test -->\n", "<!-- /status -->\n"
+# {model type of a publisher's dialect: transformers' type of its Configs}
+DIALECTS = {"minimax_text_01": "minimax", "minimax_m1": "minimax"}
 # Options that leave tests out, as pytest stores them.
 NARROWING = ("keyword", "markexpr", "deselect", "ignore_glob", "lf", "stepwise", "collectonly")
 
@@ -91,10 +93,11 @@ def table(shown: Shown) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for model_type, module in fnmodels.families().items():
         cells = [model_type, f"`{module.replace('.', '/')}.py`"]
-        loops = shown.get((model_type, "loops"), [])
-        found = [verdict(shown.get((model_type, column), [])) for column in COLUMNS]
+        own = DIALECTS.get(model_type, model_type)
+        loops = shown.get((own, "loops"), [])
+        found = [verdict(shown.get((own, column), [])) for column in COLUMNS]
         cells += ["loops" if verdict(loops) == "yes" and found[0] == "not yet" else found[0], *found[1:]]
-        sizes, checked = (sorted(shown.get((model_type, name), [])) for name in (PRESET, CHECKED))
+        sizes, checked = (sorted(shown.get((own, name), [])) for name in (PRESET, CHECKED))
         cells += [spread(sizes), brief(checked[-1]) if checked else "none"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
