@@ -221,7 +221,7 @@ def test_positions_segments_and_tokens_are_independent(case: Case) -> None:
     """P2: each tensor that `prepare` returns depends on its own argument only."""
     mixed = batch_of(case.config, MIXED)
     inputs, masks, freqs_cis = mixed.prepared()
-    documents = (MIXED + 7).where(MIXED > 0, 1)  # padding is a document too
+    documents = (MIXED + 7).where(MIXED > 0, torch.arange(MIXED.shape[1]) + 40)  # each padding token a document
     other = Batch(case.config, mixed.tokens, mixed.positions, documents, 24).prepared()
     assert off(freqs_cis, other[2]) == 0
     assert off(inputs["tokens"], other[0]["tokens"]) == 0

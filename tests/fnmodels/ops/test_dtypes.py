@@ -236,6 +236,7 @@ USES = {
     "fnmodels/inputs/audio.py": (2, "filters, made on the CPU"),
     "fnmodels/inputs/load_balance.py": (1, "on the CPU"),
     "fnmodels/inputs/waves.py": (1, "on the CPU"),
+    "fnmodels/models/decoder/minimax.py": (3, "numbers of a file, on the CPU"),
     "fnmodels/models/diffusion/flux.py": (3, "in_fp64"),
     "fnmodels/models/vision/common/position_table.py": (11, "in_fp64"),
     "fnmodels/models/vision/common/qwen_tower.py": (1, "in_fp64"),
