@@ -64,7 +64,7 @@ class TokensAndWindows:
         """Whether the places take q [B, Q, N, H] at most as long as a mask on CPUs, by the shapes alone.
 
         Few heads that are narrow, and few queries of few keys, are faster under a mask. Other devices follow the same
-        figures, which nobody has measured there.
+        figures, which are not measured there.
         """
         rows, queries, heads, width = q.shape
         if self.count == math.inf or rows * self.keys * (queries * heads * width + KEY) < START:
